@@ -264,7 +264,8 @@ class _Sentinels(Sentinel):
     _found: Address | None = None
 
     async def discover_master(self, service_name: str) -> Address:
-        """As redis-py's; takes up to ``SENTINEL_TIMEOUT_S`` if one does not answer. Raises MasterNotFoundError."""
+        """As redis-py's; takes up to ``SENTINEL_TIMEOUT_S`` if one does not answer. Raises MasterNotFoundError, and
+        NoPermissionError if a Sentinel's user may not ask."""
         now = asyncio.get_running_loop().time()
         answers = await gather_all(*(self._named_by(one, service_name) for one in self.sentinels))
         found: list[_Named] = [answer for answer in answers if answer is not None]
@@ -285,7 +286,7 @@ class _Sentinels(Sentinel):
             states = await sentinel.sentinel_masters()
             named = await sentinel.sentinel_get_master_addr_by_name(service_name)
             replicas = await sentinel.sentinel_slaves(service_name) if named is not None else []
-        except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ResponseError):
+        except (exceptions.ConnectionError, exceptions.TimeoutError):
             return None
         state = states.get(service_name)
         if state is None or named is None:
@@ -409,7 +410,7 @@ class ServerClient:
     async def _ask(self) -> None:
         try:
             await self._pool.get_master_address()
-        except (exceptions.ConnectionError, exceptions.TimeoutError) as error:
+        except exceptions.RedisError as error:
             # Calls go on with the last answer, and show themselves whether the primary is there.
             log.debug("no Sentinel names a primary: %s", error)
             self._sentinel.asked_s = asyncio.get_running_loop().time()

@@ -13,7 +13,14 @@ import pytest
 import redis
 from redis.asyncio.sentinel import MasterNotFoundError
 
-from pensieve.errors import DataLoss, PensieveError, TurnFenced, TurnInProgress, Unavailable
+from pensieve.errors import (
+    DataLoss,
+    FailedPrecondition,
+    PensieveError,
+    TurnFenced,
+    TurnInProgress,
+    Unavailable,
+)
 from pensieve.store import Began, HistoryStore, Replay
 from pensieve.store._redis import clients, link
 from pensieve.store._redis.clients import _Sentinels
@@ -297,6 +304,16 @@ async def test_a_loss_is_believed_of_a_primary_with_replicas_only(
         assert believes(late, old)
         with pytest.raises(Unavailable, match=r"0 of \d replicas"):
             await late.begin(KEY, wanted)
+
+
+async def test_a_right_that_a_sentinel_withholds_is_named(group: SentinelGroup) -> None:
+    for port in group.sentinel_ports:
+        with contextlib.closing(redis.Redis(port=port, socket_timeout=5)) as sentinel:
+            sentinel.execute_command("ACL", "SETUSER", "default", "-sentinel|slaves")
+    with pytest.raises(FailedPrecondition, match=r"sentinel\|slaves") as caught:
+        async with opened_redis(group.url(replicas=1)):
+            pass
+    assert caught.value.reason == "STORE_FORBIDDEN"
 
 
 FOLLOWS: dict[str, object] = {
