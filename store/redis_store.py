@@ -374,10 +374,10 @@ class RedisStore:
     async def _ask(
         self, send: Callable[[], Awaitable[list[Any]]], expected_revision: int | None = None
     ) -> list[Any]:
-        """Return a script's reply. One that contradicts what a client has seen is given by the present primary.
+        """Return a script's reply. If it contradicts what a client has seen, the Sentinels are asked for the primary.
 
-        A primary that Sentinels have replaced answers, until they demote it, from a history that ends before
-        the fail-over. Raises Unavailable while the replicas do not confirm which server is the primary.
+        Until Sentinels demote a primary that they have replaced, it answers from a history that ends at the
+        fail-over. Raises Unavailable while the replicas do not confirm which server is the primary.
         """
         primary = self._link.primary
         reply = await send()
