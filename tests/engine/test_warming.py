@@ -104,6 +104,20 @@ def test_what_was_dropped_is_recomputed_while_nobody_else_wants_the_machine() ->
     assert rig.done("a", 3).gpu_cached_tokens == 23
 
 
+def test_the_last_step_of_a_turn_refuses_no_other_session() -> None:
+    """A turn's client has its end before the KV of the last token is computed, and may warm at once."""
+    rig = Rig()
+    rig.done("a", 22)
+    rig.lost("a")
+    rig.turn("b", 10, 2)
+    while len(rig.driver.finished) < 2:
+        rig.step()
+    assert rig.engine._scheduler.running, "its last token is still to be computed"
+    assert rig.warm("a").refused == "" and rig.warm("b").refused == "running"
+    rig.driver.run_until_idle()
+    assert rig.on_device("a") == 23
+
+
 def test_refusals() -> None:
     rig = Rig()
     assert rig.warm("a").refused == "nothing_to_do", "nothing was said yet"

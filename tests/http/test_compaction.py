@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 from openai import BadRequestError, ConflictError
 
+from pensieve.http.responses.ids import ResponseId
 from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.checkpoints import tiny_checkpoint
 from support.http.http_rig import HttpRig, door, opened
 from support.http.tool_rig import context_of, tool_door
 from support.service.real_engine import TinyModel, really_serving
+from support.service.service_rig import Rig
 from support.tool_templates import STYLES, write_model
 
 LONG = "Tell me of Troy. " * 60
@@ -291,7 +294,22 @@ async def test_a_compacted_context_is_read_from_the_cache(tmp_path: Path) -> Non
         assert used.input_tokens_details.cached_tokens > 0.7 * used.input_tokens, (
             "summarised where it is cached"
         )
+        # It is computed after the answer, and only until the next turn comes.
+        await until_computed(service, compacted.id)
         given: Any = [*compacted.output, {"role": "user", "content": "hi"}]
         response = await ask(rig, input=given, max_output_tokens=4)
         used = response.usage
         assert used.input_tokens_details.cached_tokens > 0.7 * used.input_tokens, "computed ahead"
+
+
+async def until_computed(service: Rig, response: str) -> None:
+    """Wait until most of the context of a response's session is on the device."""
+    head = ResponseId.parse(response)
+    assert head is not None
+    request = pb.GetSessionRequest(name=f"sessions/{head.session_id}", view=pb.SESSION_VIEW_FULL)
+    async with asyncio.timeout(60):
+        while True:
+            session = (await service.api.GetSession(request)).session
+            if session.residency.gpu_tokens > 0.8 * session.context_tokens > 0:
+                return
+            await asyncio.sleep(0.02)

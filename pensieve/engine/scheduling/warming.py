@@ -61,7 +61,7 @@ class WarmUps:
             return "nothing_to_do"
         if needs.num_bytes > needs.room:
             return "no_room"
-        if (needs.needs_compute and turns) or len(self._pending) >= MOST_PENDING:
+        if (needs.needs_compute and _is_busy(turns)) or len(self._pending) >= MOST_PENDING:
             return "busy"
         self._pending[session] = request
         return ""
@@ -76,7 +76,7 @@ class WarmUps:
     def begin(self, now: float, running: Sequence[Request]) -> Request | None:
         """Admit the first warm-up that can begin now; discard those that no longer may. Call only with an
         empty queue."""
-        busy = any(not request.warm for request in running)
+        busy = _is_busy(running)
         for session, request in list(self._pending.items()):
             tenant = request.tenant
             needs = self._cache.restore_cost(session, request.context, request.path, tenant=tenant)
@@ -106,6 +106,11 @@ class WarmUps:
         assert request.receipt is not None
         brought = request.receipt.swapped_in_tokens + request.receipt.recomputed_tokens
         self.tokens += brought - request.num_missing
+
+
+def _is_busy(requests: Iterable[Request]) -> bool:
+    """Whether a turn is under way. One that has ended, and only computes its last token, delays a warm-up by a step."""
+    return any(request.finished is None for request in requests)
 
 
 def _submit(warm: Warm, ticket: int) -> Submit:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from pensieve.core import Ints, RequestKey
-from pensieve.engine.plan import Plan, SampleSpec
+from pensieve.engine.plan import Plan
 from pensieve.engine.worker import spans as span_columns
 from pensieve.engine.worker.spans import Ints32, SpanColumns
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
@@ -37,8 +37,6 @@ class CudaBatch:
     """All page tables, then all window tables."""
     sample_rows: Ints32
     """The tokens after which one is chosen, in the order of ``Plan.specs``."""
-    requests: tuple[RequestKey, ...]
-    specs: tuple[SampleSpec, ...]
     max_context: int
     prefix_groups: Ints | None = None
     """[n, 3], see ``kernels.attention.prefixes``; None: every span reads all of its context."""
@@ -95,8 +93,6 @@ def make_cuda_batch(
         spans=host,
         pages=pages,
         sample_rows=chosen.astype(np.int32),
-        requests=plan.chosen_for,
-        specs=plan.specs,
         max_context=int((columns.start + columns.length).max()),
         prefix_groups=found.table if found is not None else None,
         window_slots=None if columns.window_slots is None else columns.window_slots.astype(np.int32),

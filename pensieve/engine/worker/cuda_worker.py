@@ -197,9 +197,11 @@ class CudaWorker:
             self.pools.shrink(self.swap.marks_of(low, self.pools.device.nbytes - high))
         end = torch.cuda.Event(enable_timing=True)
         before, self._last_end = self._last_end, end
-        step = _CudaStep(self, batch, before, begin, end, memory, plan.checks, sums)
+        # The device computes by now: the rest need not be quick.
+        requests = None if batch is None else plan.chosen_for
+        step = _CudaStep(self, requests, before, begin, end, memory, plan.checks, sums)
         if not plan.chooses_late:
-            step.fetched = self.sample(batch, () if batch is None else batch.specs, end)
+            step.fetched = self.sample(requests, plan.specs, end)
         return step
 
     def _sums(self, plan: Plan) -> torch.Tensor | None:
@@ -212,19 +214,20 @@ class CudaWorker:
 
     @torch.inference_mode()
     def sample(
-        self, batch: CudaBatch | None, specs: Sequence[SampleSpec], end: torch.cuda.Event
+        self, requests: tuple[RequestKey, ...] | None, specs: Sequence[SampleSpec], end: torch.cuda.Event
     ) -> TokenFetch | None:
         """Queue the sampling that the graph does not do, the copy of the samples to the host, and ``end``. Return
-        None when there are no samples, and on ranks that choose none."""
+        None when there are no samples, and on ranks that choose none. ``requests``: of each sample; None: the plan had
+        no spans."""
         with torch.cuda.stream(self._compute):
-            fetched = None if batch is None else self._sample(batch, specs)
+            fetched = None if requests is None else self._sample(requests, specs)
             end.record()
         return fetched
 
-    def _sample(self, batch: CudaBatch, specs: Sequence[SampleSpec]) -> TokenFetch | None:
-        rows = len(batch.specs)
+    def _sample(self, requests: tuple[RequestKey, ...], specs: Sequence[SampleSpec]) -> TokenFetch | None:
+        rows = len(requests)
         # The next plan names its pending tokens by request; map each request to the row of its token.
-        self._sampled = {request: row for row, request in enumerate(batch.requests)}
+        self._sampled = {request: row for row, request in enumerate(requests)}
         if rows == 0:
             return None
         shared, collective = self._programs.shared, self._programs.shared.model.collective
@@ -260,7 +263,8 @@ class _CudaStep:
     """``PendingStep`` of a ``CudaWorker``."""
 
     worker: CudaWorker
-    batch: CudaBatch | None
+    requests: tuple[RequestKey, ...] | None
+    """The request of each token that is chosen; None: the plan had no spans."""
     before: torch.cuda.Event | None
     """End of the previous step on the device."""
     begin: torch.cuda.Event
@@ -278,10 +282,10 @@ class _CudaStep:
     def choose(self, specs: Sequence[SampleSpec | None]) -> None:
         """See ``PendingStep.choose``."""
         self.unwanted = frozenset(row for row, spec in enumerate(specs) if spec is None)
-        self.fetched = self.worker.sample(self.batch, [spec or NO_SPEC for spec in specs], self.end)
+        self.fetched = self.worker.sample(self.requests, [spec or NO_SPEC for spec in specs], self.end)
 
     def result(self) -> StepResult:
-        requests = self.batch.requests if self.batch is not None and self.fetched is not None else ()
+        requests = (self.requests or ()) if self.fetched is not None else ()
         chosen = self.fetched.resolve(requests) if self.fetched is not None else []
         self.end.synchronize()
         timings = {"device": self.begin.elapsed_time(self.end) / 1e3}
