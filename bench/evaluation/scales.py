@@ -146,7 +146,7 @@ FULL = Scale(
         ("qwen3next", "sharegpt"): Rates((8, 4, 16), (8, 4, 16), (8, 4), (16, 8, 24)),
     },
     bits={
-        "sharegpt": BitRates((20, 16), (26, 21), (26, 21), (36, 28, 32), (26, 20, 23)),
+        "sharegpt": BitRates((20, 16), (26, 21), (26, 21), (44, 36, 40), (26, 20, 23)),
         "ultrachat": BitRates((26, 21), (34, 28), (34, 28), (46, 36, 41), (34, 26, 30)),
     },
     window_s=60.0, time_scale=TIME_SCALE,
