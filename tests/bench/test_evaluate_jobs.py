@@ -41,7 +41,7 @@ def make_line(
     label: str, command: tuple[str, ...], *, url: str = "http://127.0.0.1:{port}", **more: Any
 ) -> Any:
     table = program("evaluation.experiments")
-    few = ("--stop-after-window", "--scale-lengths", "0.05", "--max-turns", "2")
+    few = ("--stop-after-window", "--scale-lengths", "0.05", "--max-turns", "2", "--max-lag", "60")
     load = table.Workload("sharegpt", 0.05, RATES, 0.2, 0.3, 0.8, few)
     return table.Line(label, table.System(label, command, 1.0, url, **more), "tiny-llama-gqa2", load)
 
