@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import FinishReason, Grammar, Sampling
 from pensieve.engine.grammar import matchers
 from pensieve.engine.grammar.matchers import SLOWEST_MASKS
-from pensieve.engine.grammar.prototypes import Prototypes
+from pensieve.engine.grammar.prototypes import NICENESS, Prototypes
 from pensieve.engine.grammar.structured import Structured
 from pensieve.engine.messages import Cancel
 from support.engine.choosing import (
@@ -260,6 +262,20 @@ def test_the_vocabulary_is_prepared_before_the_first_grammar() -> None:
 
     prototypes = Prototypes(prepare, VOCAB)
     assert prepared.wait(10)
+    prototypes.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_compiling_yields_to_steps() -> None:
+    def priorities() -> dict[str, int]:
+        ours = [thread for thread in threading.enumerate() if thread not in before]
+        return {thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in ours}
+
+    before, own = threading.enumerate(), os.getpriority(os.PRIO_PROCESS, 0)
+    prototypes = Prototypes(lambda: TOKENIZER, VOCAB)
+    prototypes.prepare(WORDS).result(10)
+    assert priorities()["grammars_0"] == own + NICENESS
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
     prototypes.close()
 
 

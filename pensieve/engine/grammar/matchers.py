@@ -15,8 +15,6 @@ Times are those that the thread computed, so an answer does not pay for a busy m
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -25,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from pensieve.core import RequestKey
-from pensieve.engine.grammar.prototypes import Prototype, first_line
+from pensieve.engine.grammar.prototypes import Prototype, first_line, lower_priority
 from pensieve.engine.plan import TokenMask
 
 if TYPE_CHECKING:
@@ -41,8 +39,6 @@ SLOW_S: Final = 0.005
 """A mask that took longer was slow. In long bounded strings (``maxLength``) masks take 1 to 3 ms."""
 LONGEST_MASK_S: Final = 0.05
 SLOWEST_MASKS: Final = 3
-NICENESS: Final = 5
-"""Lowers the priority of the slow lane: on a busy machine the steps of the model go first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,9 +191,8 @@ class Matchers:
             self.late_masks += 1
 
     def _work(self, lane: SimpleQueue[_Row | None]) -> None:
-        # Elsewhere than on Linux this is the priority of the whole process.
-        if lane is self._slow and sys.platform == "linux":
-            os.nice(NICENESS)
+        if lane is self._slow:
+            lower_priority()
         while (row := lane.get()) is not None:
             row.advance()
             self._done.put(row)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,6 +25,8 @@ MOST_PROTOTYPES: Final = 32
 LEXER_STATES: Final = 20_000
 """Most lexer states of a grammar, 1 to 2 kB each; all its matchers share them."""
 COMPILERS: Final = 2
+NICENESS: Final = 5
+"""Lowers the priority of work on grammars that may take long: on a busy machine the steps of the model go first."""
 
 
 class GrammarError(Exception):
@@ -46,7 +50,7 @@ class Prototypes:
         """``make_tokenizer`` is called at once, on a thread: with a large vocabulary it takes seconds, for which the
         first grammar would wait. The end of the engine does not wait for it."""
         self._words = -(-vocab // 32)
-        self._threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammars")
+        self._threads = ThreadPoolExecutor(COMPILERS, "grammars", initializer=lower_priority)
         self._tokenizer: Future[LLTokenizer] = Future()
         threading.Thread(target=self._prepare, args=(make_tokenizer,), name="vocabulary", daemon=True).start()
         self._made: OrderedDict[Grammar, Future[Prototype]] = OrderedDict()
@@ -90,6 +94,12 @@ class Prototypes:
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
         return Prototype(matcher, mask)
+
+
+def lower_priority() -> None:
+    """Let the calling thread yield to the steps of the model."""
+    if sys.platform == "linux":  # elsewhere this is the priority of the whole process
+        os.nice(NICENESS)
 
 
 def first_line(text: str) -> str:

@@ -23,7 +23,7 @@ from pensieve.lifeline import leave_signals_to_parent
 COMPILE_CPU_S: Final = 0.5
 MEMORY: Final = 2 << 30
 _FOREVER_S: Final = 3600.0
-_NICENESS: Final = 5
+_NICENESS: Final = 10
 """Turns that run go before grammars that are new."""
 
 
