@@ -1,7 +1,7 @@
-"""Drafts on real answers: the index alone, a simulated engine, and a real one that is made to give these answers.
+"""Drafts on real answers: the index alone, an engine over a simulated device, and a real one that is made to give them.
 
     python bench/drafts.py sharegpt.json --tokenizer FOLDER
-    python bench/drafts.py tokens.json.gz --batch 8 --price 0.016 --lost 0.26 --lost 0.1
+    python bench/drafts.py tokens.json.gz --batch 8 --host-ms 0.9 --host-ms 0.5
     python bench/drafts.py tokens.json.gz --device cuda --shape llama-2-13b-gqa10 --batch 1 --batch 64
 
 DATASET is in ShareGPT's form, also ``.gz``, or what ``--save`` wrote: a list of pairs of token ids, context and answer.
@@ -16,11 +16,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import math
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,13 +29,16 @@ import click
 import dummy_model
 import numpy as np
 
-from pensieve.config import EngineOptions
+from pensieve.config import BATCH_LIMITS, CacheConfig, EngineOptions, SchedulerConfig
 from pensieve.core import Sampling, TokenArray, pack_tokens
 from pensieve.engine.build import build_engine
+from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Finished, Submit
-from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, StepResult, StepWorker
+from pensieve.engine.messages import EngineReady, Finished, Submit
+from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, Span, StepResult, StepWorker
 from pensieve.engine.scheduling.drafts import Drafter
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.tokenizer import ChatTokenizer
 
 Turn = tuple[list[int], list[int]]
@@ -105,79 +107,47 @@ def index_rows(turns: Sequence[Turn], prices: Sequence[float]) -> Iterator[dict[
         }  # fmt: skip
 
 
-def gated_row(turns: Sequence[Turn], batch: int, lost: float, price: float, steps: int) -> dict[str, Any]:
-    """Return the tokens that ``batch`` requests would get in a time, divided by those without drafts, by an engine that
-    drafts when it expects to gain more than it loses.
-
-    In units of a step without drafts: a draft takes ``price`` ÷ ``batch`` more, and a step with drafts loses ``lost``.
-    The engine decides before it knows the newest tokens, as it does on a GPU.
-    """
-    waiting = itertools.cycle(turns)
-
-    def begin() -> _Answer:
-        context, answer = next(waiting)
-        return _Answer(Drafter(len(context), ()), np.array(context + answer, np.int32), len(context) + 1)
-
-    answers, spent, tokens, drafted, drafting = [begin() for _ in range(batch)], 0.0, 0, 0, 0
-    for _ in range(steps):
-        drafts: list[list[int]] = [[] for _ in answers]
-        guessed = (chance - price for one in answers for chance in one.propose(one.at - 1, price)[1][1:])
-        if sum(guessed) > batch * lost:
-            spent += lost
-            found = [one.propose(one.at, price) for one in answers]
-            if sum(chance - price for _, chances in found for chance in chances) > batch * lost:
-                drafts = [some for some, _ in found]
-        for number, (one, some) in enumerate(zip(answers, drafts, strict=True)):
-            right = one.right(some)
-            if some:
-                one.drafter.learn(right, len(some))
-            one.at, tokens = one.at + right + 1, tokens + right + 1
-            if one.at >= len(one.text):
-                answers[number] = begin()
-        new = sum(map(len, drafts))
-        spent, drafted, drafting = spent + 1 + price * new / batch, drafted + new, drafting + (new > 0)
-    return {
-        "batch": batch, "lost": lost, "÷ without": round(tokens / spent / batch, 3),
-        "tokens a step": round(tokens / steps / batch, 3), "drafts a step": round(drafted / steps / batch, 2),
-        "steps with drafts": round(drafting / steps, 2),
-    }  # fmt: skip
-
-
 @dataclass
 class Seen:
-    """What the steps of one measurement did that had ``batch`` requests and did nothing but decode."""
+    """The steps of one measurement. They are counted when it is over, so that counting takes none of their time."""
 
     batch: int
-    steps: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    seconds: float = 0.0
-    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    last: float = math.inf
-    """When the step before ended."""
+    steps: list[tuple[Plan, dict[str, float], float]] = field(default_factory=list)
+    """Plan and timings of each step, and when its tokens were known."""
 
-    def on_step(self, plan: Plan, result: StepResult, accepted: int) -> None:
-        before, self.last = self.last, time.perf_counter()
-        decodes = all(len(span.tokens) == span.num_chosen for span in plan.spans) and not plan.swap_in
-        if not decodes or len(plan.spans) != self.batch or math.isinf(before):
-            return
-        self.steps, self.tokens = self.steps + 1, self.tokens + self.batch + accepted
-        self.drafted, self.seconds = (
-            self.drafted + plan.num_tokens - self.batch,
-            self.seconds + self.last - before,
-        )
-        for part, seconds in result.timings.items():
-            self.parts[part] += seconds
-
-    def row(self) -> dict[str, Any]:
-        steps = max(1, self.steps)
+    def row(self, texts: Mapping[int, list[int]]) -> dict[str, Any]:
+        """Return what the steps did that had ``batch`` requests and did nothing but decode. ``texts``: by request."""
+        steps = tokens = drafted = drafting = 0
+        seconds, parts = 0.0, defaultdict[str, float](float)
+        for (_, _, before), (plan, timings, now) in itertools.pairwise(self.steps):
+            decodes = all(len(span.tokens) == span.num_chosen for span in plan.spans) and not plan.swap_in
+            if not decodes or len(plan.spans) != self.batch:
+                continue
+            new = plan.num_tokens - self.batch
+            steps, drafted, drafting = steps + 1, drafted + new, drafting + (new > 0)
+            tokens += self.batch + sum(
+                _accepted(span, texts[span.request]) for span in plan.spans if span.drafts
+            )
+            seconds += now - before
+            for part, spent in timings.items():
+                parts[part] += spent
+        count = max(1, steps)
         return {
-            "tokens/s": round(self.tokens / max(self.seconds, 1e-9), 1), "steps": self.steps,
-            "tokens a step": round(self.tokens / steps / self.batch, 3),
-            "drafts a step": round(self.drafted / steps / self.batch, 2),
-            "step ms": round(1e3 * self.seconds / steps, 2),
-            **{f"{part} ms": round(1e3 * seconds / steps, 2) for part, seconds in self.parts.items()},
+            "tokens/s": round(tokens / max(seconds, 1e-9), 1), "steps": steps,
+            "tokens a step": round(tokens / count / self.batch, 3),
+            "drafts a step": round(drafted / count / self.batch, 2),
+            "steps with drafts": round(drafting / count, 2),
+            "step ms": round(1e3 * seconds / count, 2),
+            **{f"{part} ms": round(1e3 * spent / count, 2) for part, spent in parts.items()},
         }  # fmt: skip
+
+
+def _accepted(span: Span, text: Sequence[int]) -> int:
+    """Return how many of a span's drafts ``text`` begins with."""
+    drafts, right = span.tokens[-span.drafts :].tolist(), text[span.end - span.drafts : span.end]
+    return next(
+        (at for at, pair in enumerate(zip(drafts, right, strict=True)) if pair[0] != pair[1]), span.drafts
+    )
 
 
 @dataclass
@@ -187,6 +157,7 @@ class ForcedWorker:
     worker: StepWorker
     texts: dict[int, list[int]]
     seen: Seen
+    clock: Callable[[], float]
 
     def launch(self, plan: Plan) -> PendingStep:
         return _ForcedStep(self, plan, self.worker.launch(plan))
@@ -206,36 +177,127 @@ class _ForcedStep:
 
     def result(self) -> StepResult:
         result, texts = self.step.result(), self.forced.texts
-        sampled, accepted = iter(result.sampled), 0
-        chosen = list[Sampled]()
-        for span in self.plan.spans:
-            right = texts[span.request][span.end - span.drafts : span.end + 1]
-            for token, one in zip(right[: span.num_chosen], sampled, strict=False):
-                chosen.append(Sampled(one.request, token, one.logprob))
-            if span.drafts:
-                drafts = span.tokens[-span.drafts :].tolist()
-                accepted += next((at for at, one in enumerate(drafts) if one != right[at]), span.drafts)
-        result = replace(result, sampled=tuple(chosen))
-        self.forced.seen.on_step(self.plan, result, accepted)
-        return result
+        self.forced.seen.steps.append((self.plan, result.timings, self.forced.clock()))
+        chosen = [
+            Sampled(span.request, token)
+            for span in self.plan.spans
+            if span.sample is not None
+            for token in texts[span.request][span.end - span.drafts : span.end + 1]
+        ]
+        return replace(result, sampled=tuple(chosen))
+
+
+class VirtualClock:
+    """Seconds that pass only where somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class VirtualDevice:
+    """A worker without a model. The host takes ``host_s`` for each launch, and no time for anything else."""
+
+    clock: VirtualClock
+    host_s: float
+    step_s: float
+    """Seconds of the device for a step without requests."""
+    request_s: float
+    draft_s: float
+    free_at: float = 0.0
+    """When the device will have done all that was launched."""
+
+    def launch(self, plan: Plan) -> PendingStep:
+        self.clock.now += self.host_s
+        begin, before = max(self.clock.now, self.free_at), self.free_at
+        requests = len(plan.spans)
+        self.free_at = (
+            begin + self.step_s + self.request_s * requests + self.draft_s * (plan.num_tokens - requests)
+        )
+        return _VirtualStep(self.clock, self.free_at, {"device": self.free_at - begin, "gap": begin - before})
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class _VirtualStep:
+    clock: VirtualClock
+    end: float
+    timings: dict[str, float]
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        pass
+
+    def result(self) -> StepResult:
+        self.clock.now = max(self.clock.now, self.end)
+        return StepResult(timings=self.timings)
+
+
+def virtual_engine(
+    batch: int, host_s: float, device_s: tuple[float, float, float]
+) -> tuple[Engine, VirtualClock]:
+    """Return an engine over a ``VirtualDevice``, which has room for all that it is given. ``device_s``: seconds of a
+    step, and more for each request and each draft."""
+    clock = VirtualClock()
+    tokens, running = BATCH_LIMITS["cuda"]
+    running = max(running, batch)
+    scheduler = SchedulerConfig(
+        context_limit=1 << 15, max_batch_tokens=tokens, max_running=running, max_drafts=running
+    )
+    cache = CacheManager(
+        CacheConfig(device_chunks=1 << 18, host_chunks=0), CostModel(((0, 0.0), (4096, 1e-6)), 1e-6, 32)
+    )
+    ready = EngineReady(1 << 15, 1 << 31, "virtual", "none", 1 << 23, 0, 32)
+    planner = Scheduler(scheduler, cache)
+    return Engine(planner, VirtualDevice(clock, host_s, *device_s), ready, clock, overlapped=True), clock
+
+
+def virtual_row(
+    turns: Sequence[Turn], batch: int, host_s: float, device_s: tuple[float, float, float], count: int
+) -> dict[str, Any]:
+    """Return what drafts gain an engine whose host takes ``host_s`` to launch a step. Its scheduler is the real one."""
+    engine, clock = virtual_engine(batch, host_s, device_s)
+    loop = Loop(engine, turns, max(len(answer) for _, answer in turns), clock)
+    drafting = engine._scheduler.config
+    places = _spread(len(turns), count)
+    rows = []
+    for config in (replace(drafting, max_drafts=0), drafting):
+        engine._scheduler.config = config
+        rows.append(loop.run(batch, places))
+    return {
+        "batch": batch, "host ms": 1e3 * host_s, "÷ without": round(rows[1]["tokens/s"] / rows[0]["tokens/s"], 3),
+        **{name: rows[1][name] for name in ("tokens a step", "drafts a step", "steps with drafts", "gap ms")},
+    }  # fmt: skip
+
+
+def _spread(among: int, count: int) -> list[int]:
+    """Return ``count`` numbers below ``among``, or all of them, evenly spread."""
+    count = min(among, count)
+    return [at * among // count for at in range(count)]
 
 
 class Loop:
     """Answers of turns that an engine is made to give, ``batch`` at a time. The turns' contexts are cached."""
 
-    def __init__(self, engine: Engine, turns: Sequence[Turn], want: int) -> None:
+    def __init__(
+        self, engine: Engine, turns: Sequence[Turn], want: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         vocabulary = engine.ready().vocab_size
         self.engine, self.turns, self.want = engine, turns, want
         self.texts = [
             [token % vocabulary for token in context + answer] + [0] * 64 for context, answer in turns
         ]
-        self.forced = ForcedWorker(engine._worker, {}, Seen(0))
+        self.forced = ForcedWorker(engine._worker, {}, Seen(0), clock)
         engine._worker = self.forced
         self.numbers = itertools.count(1)
         self.cached = set[int]()
 
-    def run(self, batch: int, places: Sequence[int], *, predicted: bool = False) -> Seen:
-        """Give the answers of the turns at ``places``; return what the steps did that had ``batch`` requests."""
+    def run(self, batch: int, places: Sequence[int], *, predicted: bool = False) -> dict[str, Any]:
+        """Give the answers of the turns at ``places``; return what the steps did: see ``Seen.row``."""
         for place in places:
             if place not in self.cached:
                 self._submit(place, 1, predicted=False)
@@ -251,7 +313,7 @@ class Loop:
                 place = next(waiting, None) if isinstance(event, Finished) else None
                 if place is not None:
                     self._submit(place, self.want, predicted=predicted)
-        return seen
+        return seen.row(self.forced.texts)
 
     def _submit(self, place: int, tokens: int, *, predicted: bool) -> None:
         number, length = next(self.numbers), len(self.turns[place][0])
@@ -265,6 +327,12 @@ class Loop:
         )
 
 
+def answers_for(batch: int) -> int:
+    """Return how many answers measure ``batch`` requests. Answers differ much in how they repeat: few of them would
+    measure which they are."""
+    return max(24, min(8 * batch, 64), 4 * batch)
+
+
 def engine_rows(
     engine: Engine, turns: Sequence[Turn], batches: Sequence[int], want: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
@@ -273,12 +341,10 @@ def engine_rows(
     scheduler, loop = engine._scheduler, Loop(engine, turns, want)
     drafting = scheduler.config
     for batch in batches:
-        # Answers differ much in how they repeat: few of them would measure which they are.
-        count = min(len(turns), max(24, min(8 * batch, 64), 4 * batch))
-        places = [at * len(turns) // count for at in range(count)]
+        places = _spread(len(turns), answers_for(batch))
         for drafts in (False, True) * repeats:
             scheduler.config = drafting if drafts else replace(drafting, max_drafts=0)
-            row = loop.run(batch, places).row()
+            row = loop.run(batch, places)
             costs = {
                 "price": round(scheduler.costs.price(batch), 3),
                 "lost share": round(scheduler.costs.lost_share(scheduler.sync_share), 3),
@@ -303,9 +369,10 @@ def engine_rows(
 )
 @click.option("--turns", default=300, help="Turns that the index replays.")
 @click.option("--price", "prices", multiple=True, type=float, default=(0.02, 0.1, 0.2))
-@click.option("--lost", "losses", multiple=True, type=float, help="Part of a step that one with drafts loses: also "
-              "simulate an engine that loses as much, with each batch and the first price.")  # fmt: skip
-@click.option("--steps", default=2000, help="Steps of each simulation.")
+@click.option("--host-ms", "hosts", multiple=True, type=float, help="Also run the scheduler over a device that takes "
+              "--device-ms, with a host that takes so long to launch a step, with each batch.")  # fmt: skip
+@click.option("--device-ms", nargs=3, type=float, default=(6.7, 0.04, 0.012), help="Of a step, and more for each "
+              "request and each draft.")  # fmt: skip
 @click.option("--shape", default="", help="Also measure an engine of this shape.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8))
@@ -314,8 +381,8 @@ def engine_rows(
 @click.option("--repeats", default=2, help="Measurements of each kind.")
 def main(
     dataset: Path, tokenizer: Path | None, save: Path | None, turns: int, prices: tuple[float, ...],
-    losses: tuple[float, ...], steps: int, shape: str, device: str, batches: tuple[int, ...], want: int, context: int,
-    repeats: int,
+    hosts: tuple[float, ...], device_ms: tuple[float, float, float], shape: str, device: str, batches: tuple[int, ...],
+    want: int, context: int, repeats: int,
 ) -> None:  # fmt: skip
     """Measure drafts on real answers."""
     found = read_turns(dataset, tokenizer, context)
@@ -329,8 +396,11 @@ def main(
         click.echo(row, err=True)
     long_enough = [turn for turn in found if len(turn[1]) >= 16]
     long_enough = long_enough[:: max(1, len(long_enough) // 384)]
-    for batch, lost in itertools.product(batches if losses else (), losses):
-        report["simulated"].append(gated_row(long_enough, batch, lost, prices[0], steps))
+    base, request, draft = device_ms
+    device_s = base / 1e3, request / 1e3, draft / 1e3
+    for batch, host in itertools.product(batches if hosts else (), hosts):
+        row = virtual_row(long_enough, batch, host / 1e3, device_s, answers_for(batch))
+        report["simulated"].append(row)
         click.echo(report["simulated"][-1], err=True)
     with tempfile.TemporaryDirectory() as folder:
         if shape:
