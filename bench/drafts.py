@@ -37,6 +37,7 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Finished, Submit
 from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, Span, StepResult, StepWorker
+from pensieve.engine.process.host import settle_collector
 from pensieve.engine.scheduling.drafts import Drafter
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.tokenizer import ChatTokenizer
@@ -390,6 +391,7 @@ def main(
         save.write_bytes(gzip.compress(json.dumps(found).encode()))
         return
     step = max(1, len(found) // turns)
+    settle_collector()  # as the engine's own process does
     report: dict[str, Any] = {"index": [], "simulated": [], "engine": []}
     for row in index_rows(found[::step][:turns], prices):
         report["index"].append(row)
@@ -409,6 +411,7 @@ def main(
                 device="cuda" if device == "cuda" else "cpu", cost_profile="estimate", max_running=max(batches),
             )  # fmt: skip
             with closing(build_engine(options)) as engine:
+                settle_collector()
                 for row in engine_rows(engine, long_enough, batches, want, repeats):
                     report["engine"].append(row)
                     click.echo(row, err=True)

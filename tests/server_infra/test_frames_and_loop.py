@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import socket
 import struct
@@ -30,6 +31,7 @@ from pensieve.engine.messages import (
     Stop,
     Submit,
 )
+from pensieve.engine.process.host import settle_collector
 from pensieve.engine.process.loop import run_engine
 from pensieve.frames import (
     MAX_FRAME,
@@ -222,3 +224,25 @@ def test_the_loop_over_a_real_socket_serves_while_commands_keep_coming() -> None
     assert not thread.is_alive()
     frames_out.close()
     frames_in.close()
+
+
+def test_the_objects_of_a_step_start_no_search_for_garbage() -> None:
+    searches: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        searches.append(phase)
+
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)  # Python's own
+    settle_collector()
+    gc.callbacks.append(note)
+    try:
+        step = [submit(number) for number in range(2000)]
+        assert not searches and gc.get_freeze_count() > 10_000
+        kept = [[number] for number in range(25_000)]
+        assert searches, "garbage is looked for now and then"
+    finally:
+        gc.callbacks.remove(note)
+        gc.unfreeze()
+        gc.set_threshold(*before)
+    assert len(step) + len(kept) == 27_000

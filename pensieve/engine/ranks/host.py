@@ -10,7 +10,6 @@ takes seconds.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -20,7 +19,7 @@ import click
 import msgspec
 
 from pensieve.config import EngineOptions
-from pensieve.engine.process.host import FAILURE_PREFIX, REFUSED
+from pensieve.engine.process.host import FAILURE_PREFIX, REFUSED, settle_collector
 from pensieve.engine.ranks.supervisor import FAILURE_GRACE_S
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
@@ -43,8 +42,7 @@ def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOption
         with contextlib.closing(join(device, rank, meeting, options)) as collective:
             reader = RingReader(SharedRing(ring, ranks - 1), rank - 1, spin_s=spin_seconds(device))
             worker = build_worker(options, collective)
-            gc.collect()
-            gc.freeze()
+            settle_collector()
             follow(reader, worker)
             worker.close()
     except RankLost:
