@@ -108,13 +108,6 @@ class Span(msgspec.Struct, frozen=True):
         """Tokens that the step chooses after tokens of this span."""
         return 0 if self.sample is None else 1 + self.drafts
 
-    def with_drafts(self, drafts: TokenArray) -> Span:
-        """Return the span followed by ``drafts``, int32 [n]."""
-        tokens = np.concatenate([self.tokens, drafts])
-        return Span(
-            self.request, self.start, tokens, self.page_table, self.sample, self.stores, len(drafts)
-        )
-
     @property
     def specs(self) -> tuple[SampleSpec, ...]:
         """How to choose each of these tokens."""

@@ -152,7 +152,7 @@ class Drafter:
         if text[last - 1] == _GAP:
             return 0, 0
         best, best_place = 0, 0
-        for place in self._places_of(_pair(text[last - 1], text[last])):
+        for place in reversed(self._places_of(_pair(text[last - 1], text[last]))):
             length = 2
             while length < LONGEST_MATCH and text[place - length] == text[last - length] != _GAP:
                 length += 1
@@ -163,13 +163,12 @@ class Drafter:
         return best, best_place
 
     def _places_of(self, pair: int) -> list[int]:
-        """Return the latest places of a pair, descending."""
-        number, latest = self._sorted.get(pair), self._latest.get(pair)
-        found = [] if latest is None else latest[: -MOST_PLACES - 1 : -1]
-        if number is not None:
-            low, high = self._begins[number], self._begins[number + 1]
-            found += self._places[max(low, high - MOST_PLACES) : high][::-1]
-        return found
+        """Return the latest places of a pair, ascending."""
+        number, latest = self._sorted.get(pair), self._latest.get(pair, [])[-MOST_PLACES:]
+        if number is None:
+            return latest
+        low, high = self._begins[number], self._begins[number + 1]
+        return self._places[max(low, high - MOST_PLACES) : high] + latest
 
     def _continuation(self, place: int, most: int) -> list[int]:
         """Return up to ``most`` tokens that follow ``place``. A match that overlaps them is a loop, which goes on."""

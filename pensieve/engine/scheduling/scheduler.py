@@ -512,14 +512,14 @@ class Scheduler:
         tables: list[PageTable] = []
         for table, (request, ranges) in enumerate(work.items()):
             guesses = drafts.get(request, NO_DRAFTS)
-            pages = self.cache.page_table(request.session, request.length + len(guesses))
-            tables.append(pages)
+            tables.append(self.cache.page_table(request.session, request.length + len(guesses)))
             for start, end in ranges:
                 spans.append(self._span(request, start, end, table))
             if len(guesses):
                 # As many as there were free pages for.
-                guesses = guesses[: len(pages) * self.cache.config.chunk_tokens - request.length]
-                spans[-1] = spans[-1].with_drafts(guesses)
+                guesses = guesses[: len(tables[-1]) * self.cache.config.chunk_tokens - request.length]
+                tokens = np.concatenate([spans[-1].tokens, guesses])
+                spans[-1] = msgspec.structs.replace(spans[-1], tokens=tokens, drafts=len(guesses))
         return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies(), memory=memory)
 
     def _plan_two_groups(self, work: _Work, memory: Ends | None) -> Plan:
@@ -555,8 +555,7 @@ class Scheduler:
             end == request.length
             and not request.missing
             and request.finished is None
-            and end < request.full_length
-            and end < self.context_limit
+            and request.limit_reason(end, self.context_limit) is None
         ):
             sample = request.sample_spec(self.config.eos_token_ids)
         return Span(request.key, start, request.tokens[start:end], table, sample, stores)
