@@ -39,7 +39,7 @@ from pensieve.engine.messages import EngineReady, Finished, Submit
 from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, Span, StepResult, StepWorker
 from pensieve.engine.process.host import settle_collector
 from pensieve.engine.scheduling.drafts import Drafter
-from pensieve.engine.scheduling.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
 from pensieve.tokenizer import ChatTokenizer
 
 Turn = tuple[list[int], list[int]]
@@ -238,6 +238,34 @@ class _VirtualStep:
         return StepResult(timings=self.timings)
 
 
+class TimedScheduler(Scheduler):
+    """Adds up its processor time from a step's tokens to the next plan, where the device waits for it."""
+
+    batch = 0
+    """Only plans of as many spans count."""
+    waits, seconds = 0, 0.0
+    _planned: Plan | None = None
+    _commit_s: float | None = None
+    """Of the latest plan's step; None: another one runs meanwhile."""
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
+        started = time.thread_time()
+        tokens = super().commit(plan, result, now)
+        self._commit_s = time.thread_time() - started if plan is self._planned else None
+        return tokens
+
+    def plan(self, now: float) -> Plan:
+        started = time.thread_time()
+        plan = self._planned = super().plan(now)
+        if self._commit_s is not None and len(plan.spans) == self.batch:
+            self.waits, self.seconds = (
+                self.waits + 1,
+                self.seconds + self._commit_s + time.thread_time() - started,
+            )
+        self._commit_s = None
+        return plan
+
+
 def virtual_engine(
     batch: int, host_s: float, device_s: tuple[float, float, float]
 ) -> tuple[Engine, VirtualClock]:
@@ -253,7 +281,8 @@ def virtual_engine(
         CacheConfig(device_chunks=1 << 18, host_chunks=0), CostModel(((0, 0.0), (4096, 1e-6)), 1e-6, 32)
     )
     ready = EngineReady(1 << 15, 1 << 31, "virtual", "none", 1 << 23, 0, 32)
-    planner = Scheduler(scheduler, cache)
+    planner = TimedScheduler(scheduler, cache)
+    planner.batch = batch
     return Engine(planner, VirtualDevice(clock, host_s, *device_s), ready, clock, overlapped=True), clock
 
 
@@ -263,15 +292,16 @@ def virtual_row(
     """Return what drafts gain an engine whose host takes ``host_s`` to launch a step. Its scheduler is the real one."""
     engine, clock = virtual_engine(batch, host_s, device_s)
     loop = Loop(engine, turns, max(len(answer) for _, answer in turns), clock)
-    drafting = engine._scheduler.config
-    places = _spread(len(turns), count)
-    rows = []
+    planner = engine._scheduler
+    assert isinstance(planner, TimedScheduler)
+    drafting, places, rows = planner.config, _spread(len(turns), count), []
     for config in (replace(drafting, max_drafts=0), drafting):
-        engine._scheduler.config = config
+        planner.config = config
         rows.append(loop.run(batch, places))
     return {
         "batch": batch, "host ms": 1e3 * host_s, "÷ without": round(rows[1]["tokens/s"] / rows[0]["tokens/s"], 3),
         **{name: rows[1][name] for name in ("tokens a step", "drafts a step", "steps with drafts", "gap ms")},
+        "scheduler ms a wait": round(1e3 * planner.seconds / max(1, planner.waits), 3),
     }  # fmt: skip
 
 
