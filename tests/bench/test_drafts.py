@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -20,6 +21,18 @@ def test_drafts_gain_what_is_right_less_what_the_host_loses(monkeypatch: pytest.
     assert dear["÷ without"] == pytest.approx(dear["tokens a step"] / (1 + dear["gap ms"] / 10), rel=0.01)
     noise = bench.virtual_row([NOISE] * 4, 2, 0.005, (0.01, 0.0, 0.0), 4)
     assert noise["÷ without"] == 1 and noise["drafts a step"] == 0
+
+
+def test_a_lone_draft_must_be_worth_two_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each phrase one draft is right. The step with it waits for the tokens before it, the next one for its own."""
+    bench = load_bench("drafts", monkeypatch)
+    noise = iter(range(100, 10_000))
+    answer = [token for _ in range(60) for token in (*itertools.islice(noise, 12), 1, 2, 3, 4)]
+    cheap, dear = (
+        bench.virtual_row([([5, 6], answer)], 1, host, (0.01, 0.0, 0.0), 1) for host in (0.002, 0.008)
+    )
+    assert cheap["tokens a step"] > 1.05 and cheap["÷ without"] > 1
+    assert dear["÷ without"] > 0.98
 
 
 def test_the_index_alone_gives_as_many(monkeypatch: pytest.MonkeyPatch) -> None:

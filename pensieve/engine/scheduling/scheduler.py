@@ -311,7 +311,7 @@ class Scheduler:
         return self.config.max_drafts > 0 and not self.cache.two_groups
 
     def wants_drafts(self) -> bool:
-        """Whether the next step would have drafts if the tokens of the one that runs were known."""
+        """Whether the next step should have drafts, though it must wait for the tokens of the one that runs."""
         if not self._drafts:
             return False
         decoding = [one for one in self._running.requests if one.decoding and one.may_draft]
@@ -320,7 +320,8 @@ class Scheduler:
             pending = request.length - request.num_known
             most = min(request.most_drafts(self.context_limit), self.config.max_drafts) + pending
             gain += sum(chance - price for chance in request.propose(most, price)[1][pending:])
-        return gain > self._least_gain(len(self._running.requests))
+        # Twice: the step after the drafts waits for their tokens, too.
+        return gain > 2 * self._least_gain(len(self._running.requests))
 
     def on_timed(self, plan: Plan, seconds: float, idle: float | None) -> None:
         """Learn the costs of drafts from a step: see ``StepCosts.on_step``."""
@@ -328,7 +329,7 @@ class Scheduler:
             self.costs.on_step(len(plan.spans), plan.num_tokens - len(plan.spans), seconds, idle)
 
     def _least_gain(self, requests: int) -> float:
-        """Return how many tokens the wait for those of a step with drafts costs."""
+        """Return how many tokens one wait costs."""
         return requests * self.costs.lost_share(self.sync_share) if self.sync_share else 0.0
 
     def _draft(self, work: _Work, budget: int, now: float) -> dict[Request, TokenArray]:
