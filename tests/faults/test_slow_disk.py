@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.errors import Unavailable
+from pensieve.errors import TurnFenced, Unavailable
 from pensieve.store._redis.rows import session_keys
 from support.faults.io_errors import IoErrors
 from support.store.redis_server import RedisServer
@@ -83,8 +83,9 @@ async def test_what_redis_forgets_before_it_is_in_its_file_is_not_acknowledged(
         acknowledged = 1
         try:
             await turn
-        except Unavailable as error:
-            assert error.reason == "STORE_UNAVAILABLE"
+        except (Unavailable, TurnFenced) as error:
+            # On a busy machine the change is tried again only when Redis is back, which has forgotten its lease, too.
+            assert error.reason in ("STORE_UNAVAILABLE", "TURN_FENCED")
         else:
             acknowledged = 2
         assert len(await store.read(KEY)) >= acknowledged
