@@ -40,6 +40,7 @@ from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, Span, S
 from pensieve.engine.process.host import settle_collector
 from pensieve.engine.scheduling.drafts import Drafter
 from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
+from pensieve.simulate.full import Clock, LaunchedStep
 from pensieve.tokenizer import ChatTokenizer
 
 Turn = tuple[list[int], list[int]]
@@ -188,21 +189,11 @@ class _ForcedStep:
         return replace(result, sampled=tuple(chosen))
 
 
-class VirtualClock:
-    """Seconds that pass only where somebody says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass
 class VirtualDevice:
     """A worker without a model. The host takes ``host_s`` for each launch, and no time for anything else."""
 
-    clock: VirtualClock
+    clock: Clock
     host_s: float
     step_s: float
     """Seconds of the device for a step without requests."""
@@ -218,24 +209,11 @@ class VirtualDevice:
         self.free_at = (
             begin + self.step_s + self.request_s * requests + self.draft_s * (plan.num_tokens - requests)
         )
-        return _VirtualStep(self.clock, self.free_at, {"device": self.free_at - begin, "gap": begin - before})
+        timings = {"device": self.free_at - begin, "gap": begin - before}
+        return LaunchedStep(self.clock, self.free_at, StepResult(timings=timings))
 
     def close(self) -> None:
         pass
-
-
-@dataclass
-class _VirtualStep:
-    clock: VirtualClock
-    end: float
-    timings: dict[str, float]
-
-    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
-        pass
-
-    def result(self) -> StepResult:
-        self.clock.now = max(self.clock.now, self.end)
-        return StepResult(timings=self.timings)
 
 
 class TimedScheduler(Scheduler):
@@ -246,7 +224,7 @@ class TimedScheduler(Scheduler):
     waits, seconds = 0, 0.0
     _planned: Plan | None = None
     _commit_s: float | None = None
-    """Of the latest plan's step; None: another one runs meanwhile."""
+    """Time of the latest ``commit``; None: a later step was running, so the device did not wait."""
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
         started = time.thread_time()
@@ -266,12 +244,10 @@ class TimedScheduler(Scheduler):
         return plan
 
 
-def virtual_engine(
-    batch: int, host_s: float, device_s: tuple[float, float, float]
-) -> tuple[Engine, VirtualClock]:
+def virtual_engine(batch: int, host_s: float, device_s: tuple[float, float, float]) -> tuple[Engine, Clock]:
     """Return an engine over a ``VirtualDevice``, which has room for all that it is given. ``device_s``: seconds of a
     step, and more for each request and each draft."""
-    clock = VirtualClock()
+    clock = Clock()
     tokens, running = BATCH_LIMITS["cuda"]
     running = max(running, batch)
     scheduler = SchedulerConfig(

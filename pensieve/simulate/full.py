@@ -33,6 +33,8 @@ _SCOPE = "all sessions"
 
 @dataclass
 class Clock:
+    """Seconds that pass only where ``now`` is set."""
+
     now: float = 0.0
 
     def __call__(self) -> float:
@@ -40,7 +42,9 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaunchedStep:
+class LaunchedStep:
+    """``PendingStep`` of a device whose steps take a known time."""
+
     clock: Clock
     ends: float
     outcome: StepResult
@@ -66,7 +70,7 @@ class CostWorker:
         """See ``StepWorker.launch``."""
         self._idle_at = max(self._idle_at, self._clock.now) + self.seconds(plan)
         sampled = tuple(Sampled(span.request, 0) for span in plan.spans if span.sample is not None)
-        return _LaunchedStep(self._clock, self._idle_at, StepResult(sampled))
+        return LaunchedStep(self._clock, self._idle_at, StepResult(sampled))
 
     def seconds(self, plan: Plan) -> float:
         copy_in = self._copy_seconds(plan.swap_in)

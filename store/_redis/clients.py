@@ -258,7 +258,8 @@ class _Sentinels(Sentinel):
     """
 
     following = 0
-    """How many replicas follow the primary that was found last, and may take its place."""
+    """How many replicas may take the place of the primary that was found last. One of them may follow another replica,
+    as after two fail-overs in a row: ``WAIT`` counts it only when the Sentinels have corrected that."""
     asked_s = -math.inf
     """When it was found, by the event loop's clock."""
     _found: Address | None = None

@@ -24,7 +24,7 @@ def test_drafts_gain_what_is_right_less_what_the_host_loses(monkeypatch: pytest.
 
 
 def test_a_lone_draft_must_be_worth_two_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each phrase one draft is right. The step with it waits for the tokens before it, the next one for its own."""
+    """One draft of each phrase is right. Its step waits for the tokens before it, and the next step for its own."""
     bench = load_bench("drafts", monkeypatch)
     noise = iter(range(100, 10_000))
     answer = [token for _ in range(60) for token in (*itertools.islice(noise, 12), 1, 2, 3, 4)]

@@ -125,8 +125,9 @@ def settle_collector() -> None:
     """Keep the garbage collector out of the steps to come.
 
     Objects that exist now stay, so it need not scan them, which would stop a step for milliseconds. Those of a step go
-    when their last reference does. A step of 256 requests has a thousand of them, more than Python's first threshold:
-    to look for garbage among them took a quarter of the time between a step's tokens and the next plan.
+    when their last reference does. A step of 256 requests has more of them than Python's first threshold. To look for
+    garbage among them took a quarter of the scheduler's time between a step's tokens and the next plan
+    (``bench/results/drafts.md``).
     """
     gc.collect()
     gc.freeze()
