@@ -114,20 +114,22 @@ class Seen:
     """The steps of one measurement. They are counted when it is over, so that counting takes none of their time."""
 
     batch: int
-    steps: list[tuple[Plan, dict[str, float], float]] = field(default_factory=list)
-    """Plan and timings of each step, and when its tokens were known."""
+    steps: list[tuple[int, Plan, dict[str, float], float]] = field(default_factory=list)
+    """Requests that ran, plan and timings of each step, and when its tokens were known."""
 
     def row(self, texts: Mapping[int, list[int]]) -> dict[str, Any]:
-        """Return what the steps did that had ``batch`` requests and did nothing but decode. ``texts``: by request."""
-        steps = tokens = drafted = drafting = 0
+        """Return what the steps did while ``batch`` requests ran, and none but decoded. ``texts``: by request. Requests
+        that sat out a step count like the others."""
+        steps = tokens = drafted = drafting = sitting = 0
         seconds, parts = 0.0, defaultdict[str, float](float)
-        for (_, _, before), (plan, timings, now) in itertools.pairwise(self.steps):
+        for (*_, before), (running, plan, timings, now) in itertools.pairwise(self.steps):
             decodes = all(len(span.tokens) == span.num_chosen for span in plan.spans) and not plan.swap_in
-            if not decodes or len(plan.spans) != self.batch:
+            if not decodes or running != self.batch:
                 continue
-            new = plan.num_tokens - self.batch
+            new = plan.num_tokens - len(plan.spans)
             steps, drafted, drafting = steps + 1, drafted + new, drafting + (new > 0)
-            tokens += self.batch + sum(
+            sitting += running - len(plan.spans)
+            tokens += len(plan.spans) + sum(
                 _accepted(span, texts[span.request]) for span in plan.spans if span.drafts
             )
             seconds += now - before
@@ -139,6 +141,7 @@ class Seen:
             "tokens a step": round(tokens / count / self.batch, 3),
             "drafts a step": round(drafted / count / self.batch, 2),
             "steps with drafts": round(drafting / count, 2),
+            "sat out": round(sitting / count / self.batch, 3),
             "step ms": round(1e3 * seconds / count, 2),
             **{f"{part} ms": round(1e3 * spent / count, 2) for part, spent in parts.items()},
         }  # fmt: skip
@@ -160,9 +163,11 @@ class ForcedWorker:
     texts: dict[int, list[int]]
     seen: Seen
     clock: Callable[[], float]
+    running: Callable[[], int]
+    """Number of requests in the batch."""
 
     def launch(self, plan: Plan) -> PendingStep:
-        return _ForcedStep(self, plan, self.worker.launch(plan))
+        return _ForcedStep(self, self.running(), plan, self.worker.launch(plan))
 
     def close(self) -> None:
         self.worker.close()
@@ -171,6 +176,7 @@ class ForcedWorker:
 @dataclass
 class _ForcedStep:
     forced: ForcedWorker
+    running: int
     plan: Plan
     step: PendingStep
 
@@ -179,7 +185,7 @@ class _ForcedStep:
 
     def result(self) -> StepResult:
         result, texts = self.step.result(), self.forced.texts
-        self.forced.seen.steps.append((self.plan, result.timings, self.forced.clock()))
+        self.forced.seen.steps.append((self.running, self.plan, result.timings, self.forced.clock()))
         chosen = [
             Sampled(span.request, token)
             for span in self.plan.spans
@@ -220,7 +226,7 @@ class TimedScheduler(Scheduler):
     """Adds up its processor time from a step's tokens to the next plan, where the device waits for it."""
 
     batch = 0
-    """Only plans of as many spans count."""
+    """Only plans of as many requests count."""
     waits, seconds = 0, 0.0
     _planned: Plan | None = None
     _commit_s: float | None = None
@@ -235,7 +241,7 @@ class TimedScheduler(Scheduler):
     def plan(self, now: float) -> Plan:
         started = time.thread_time()
         plan = self._planned = super().plan(now)
-        if self._commit_s is not None and len(plan.spans) == self.batch:
+        if self._commit_s is not None and len(self.running) == self.batch:
             self.waits, self.seconds = (
                 self.waits + 1,
                 self.seconds + self._commit_s + time.thread_time() - started,
@@ -276,7 +282,10 @@ def virtual_row(
         rows.append(loop.run(batch, places))
     return {
         "batch": batch, "host ms": 1e3 * host_s, "÷ without": round(rows[1]["tokens/s"] / rows[0]["tokens/s"], 3),
-        **{name: rows[1][name] for name in ("tokens a step", "drafts a step", "steps with drafts", "gap ms")},
+        **{
+            name: rows[1][name]
+            for name in ("tokens a step", "drafts a step", "steps with drafts", "sat out", "gap ms")
+        },
         "scheduler ms a wait": round(1e3 * planner.seconds / max(1, planner.waits), 3),
     }  # fmt: skip
 
@@ -298,7 +307,8 @@ class Loop:
         self.texts = [
             [token % vocabulary for token in context + answer] + [0] * 64 for context, answer in turns
         ]
-        self.forced = ForcedWorker(engine._worker, {}, Seen(0), clock)
+        scheduler = engine._scheduler
+        self.forced = ForcedWorker(engine._worker, {}, Seen(0), clock, lambda: len(scheduler.running))
         engine._worker = self.forced
         self.numbers = itertools.count(1)
         self.cached = set[int]()

@@ -14,7 +14,8 @@ candidates is a group of requests, and so is a beam search, which ``engine.beams
 events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
-the device never waits for Python. Not overlapped, a step's result is awaited before the next is planned.
+the device waits for Python only where drafts are worth it (``Scheduler.should_wait``). Not overlapped, a step's result
+is awaited before the next is planned.
 
 The writer of each piece of state:
 
@@ -224,9 +225,8 @@ class Engine:
             self._follow_grammars(self._structured, events)
         before, self._in_flight = self._in_flight, None
         committed = None
-        if before is not None and (before.plan.has_drafts or self._scheduler.wants_drafts()):
-            # Drafts follow known tokens, and leave an unknown number of them. The device waits now: what the next
-            # plan does not need comes after its launch.
+        if before is not None and self._scheduler.should_wait():
+            # The device waits now: what the next plan does not need comes after its launch.
             committed = self._commit(before)
         waited = committed is not None
         launch = self._launch(events, None if before is None or waited else before.plan, waited=waited)

@@ -51,7 +51,8 @@ NO_PAGE = -1
 """Stands for a page that does not exist: see ``Chain``."""
 
 PENDING = -1
-"""Stands for the token that this request samples in the plan launched just before; only the last of a span."""
+"""Stands for the token that this request samples in the plan launched just before: the last of a span, or the last
+before its drafts."""
 
 
 class SampleSpec(msgspec.Struct, frozen=True):
@@ -86,7 +87,7 @@ class Span(msgspec.Struct, frozen=True):
     start: int
     """Position of the first token in the context."""
     tokens: TokenArray
-    """Input token ids [q], q ≥ 1, drafts included; the last may be ``PENDING`` if none is a draft."""
+    """Input token ids [q], q ≥ 1, drafts included; the last that is no draft may be ``PENDING``."""
     page_table: int
     """Index into ``Plan.page_tables``; page ``i`` holds positions ``[i * page_tokens, (i + 1) * page_tokens)``."""
     sample: SampleSpec | None = None

@@ -39,10 +39,11 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, dict[RequestKey, int]]:
             if end > start:
                 tokens = np.arange(start, end, dtype=np.int32) + 100 * request
                 last = end == length
-                if last and draw(st.booleans()):
-                    tokens[-1] = PENDING
                 sample = SAMPLE if last and draw(st.booleans()) else None
-                spans.append(Span(RequestKey(request), start, tokens, request, sample))
+                drafts = draw(st.integers(0, end - start - 1)) if sample is not None else 0
+                if last and draw(st.booleans()):
+                    tokens[-1 - drafts] = PENDING
+                spans.append(Span(RequestKey(request), start, tokens, request, sample, drafts=drafts))
     return Plan(1, tuple(spans), tuple(tables)), size, rows
 
 

@@ -23,7 +23,7 @@ def test_answers_equal_transformers(
     monkeypatch.setitem(DTYPES, "float64", torch.float64)  # type: ignore[misc]
     monkeypatch.setitem(DTYPE_BYTES, "float64", 8)  # type: ignore[misc]
     bench = Bench(family, tmp_path, dtype=dtype)
-    totals = run_with_drafts(bench, (*EVERY_PATH[: at_length(1, 3)], *range(at_length(0, 40))))
+    totals = run_with_drafts(bench, (*EVERY_PATH[at_length(2, 0) :], *range(at_length(0, 40))))
     assert all(totals.values()), totals
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
@@ -31,4 +31,4 @@ def test_answers_equal_transformers(
 def test_invariant_answers_equal_transformers(tmp_path: Path) -> None:
     """Chunks that drafts completed are compared when they are computed again."""
     bench = Bench("llama3", tmp_path, invariant=True)
-    assert all(run_with_drafts(bench, EVERY_PATH[:1]).values())
+    assert all(run_with_drafts(bench, EVERY_PATH[2:]).values())

@@ -76,7 +76,7 @@ def test_bfloat16_windows_with_the_heads_of_real_models(heads: tuple[int, int, i
 def test_answers_with_drafts_equal_transformers(dtype: str, tmp_path: Path) -> None:
     near_tie = 1e-4 if dtype == "float32" else BF16_TOLERANCE
     bench = Bench("llama3", tmp_path, "cuda", dtype=dtype, near_tie=near_tie)
-    assert all(run_with_drafts(bench, (*EVERY_PATH, *range(5))).values())
+    assert all(run_with_drafts(bench, (*EVERY_PATH, *range(5), 9, 17)).values())
 
 
 @pytest.mark.parametrize("name", PLAN_MUTANTS)

@@ -84,6 +84,15 @@ class CacheManager:
         """Pages of the first group that an empty device tier holds; an elastic one at its floor."""
         return self._tiers.least_pages(self.config.device_chunks)
 
+    @property
+    def free_pages(self) -> int:
+        """Pages of the first group that requests can take now, without an eviction."""
+        return self._tiers.device.free()
+
+    def can_pin(self, pages: int) -> bool:
+        """Whether running requests can take so many more pages of the first group, if need be by evictions."""
+        return self._tiers.unpinned_bytes((pages, 0)) >= 0
+
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """Whether an empty device tier holds ``pages`` pages of the first group, for ``requests`` requests of up to
         ``tokens`` tokens that run together."""

@@ -5,6 +5,11 @@ token after each of them just as single steps would: with the same seed, index, 
 long as each equals the token chosen before it. The first chosen token that differs is the answer's next token. So
 drafts change the number of steps, never the answer.
 
+An overlapped engine plans a step while the one before runs. A request's newest token is pending then: drafts follow a
+guess at it, and the step computes the token that was chosen. While a step with drafts runs, nothing tells how many it
+accepts. Either its requests sit out the next step, or the device waits and the next step is planned when the tokens are
+known. Both cost tokens, and the cheaper way is taken (``Scheduler.should_wait``).
+
 ==========================  ==============  =====================================================================
 state                       only writer     fails safely because
 ==========================  ==============  =====================================================================
@@ -42,8 +47,8 @@ MOST_PLACES: Final = 8
 SORTED_AT_ONCE: Final = 64
 """With this many new tokens all places are sorted again. Fewer are entered one by one."""
 SYNC_SHARE: Final = 0.1
-"""Part of an overlapped engine's step that a wait is expected to lose, until its own steps have shown how much: a step
-with drafts, and the one after it, are planned when the tokens of the one before are known."""
+"""Part of an overlapped engine's step that a wait for tokens is expected to lose, until its own steps have shown how
+much."""
 _GAP: Final = -1
 """Stands between texts: no token equals it."""
 _HITS, _TRIES = 1.5, 2.0
@@ -53,6 +58,8 @@ _BUCKETS: Final = (0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5)
 _PREDICTED: Final = 6
 """Bucket of the odds while the answer follows a prediction: most callers know why they predict."""
 _DECAY: Final = 0.98
+_WAIT_DECAY: Final = 0.998
+"""What a wait costs is forgotten more slowly: it is known from few steps, and each trial costs as much."""
 
 
 class Drafter:
@@ -204,7 +211,8 @@ class StepCosts:
         sums, values = self._sums[drafts > 0], np.array((1.0, requests, drafts, seconds))
         sums *= _DECAY
         sums += np.outer(values, values)
-        self._waits, self._lost = self._waits * _DECAY + (idle is not None), self._lost * _DECAY
+        self._waits = self._waits * _WAIT_DECAY + (idle is not None)
+        self._lost *= _WAIT_DECAY
         if idle is not None and seconds > 0.0:
             self._lost += min(idle / seconds, 1.0)
         sums = self._sums[False] + self._sums[True]
@@ -224,6 +232,15 @@ class StepCosts:
         seconds = base + per_request * requests
         price = per_draft * requests / seconds if seconds > 0.0 else 0.0
         return max(price, 0.0) if math.isfinite(price) else 0.0
+
+    def sitting_out(self, requests: int) -> float:
+        """Return how many tokens are lost when one of ``requests`` requests sits out a step: its own, less what the
+        others gain since the step is shorter. 1 while the costs are unknown."""
+        if self._fit is None:
+            return 1.0
+        base, per_request, _ = self._fit
+        seconds = base + per_request * requests
+        return min(max(base / seconds, 0.0), 1.0) if seconds > 0.0 else 1.0
 
     def lost_share(self, expected: float) -> float:
         """Return the part of a step that is lost by a wait. ``expected``: the answer at the start, and after many steps

@@ -125,6 +125,10 @@ class Request:
     """When all KV of the history was present."""
     first_token: float | None = None
     drafter: Drafter | None = None
+    guesses: TokenArray | None = None
+    """What a planned step with drafts takes for the tokens from position ``guessed_from`` on; None: no such step is
+    planned or runs. Until its tokens are known, the request sits out: nothing tells where its context ends."""
+    guessed_from: int = 0
     drafted: int = 0
     """Drafts of its steps, and those that were accepted."""
     accepted: int = 0
@@ -244,9 +248,11 @@ class Request:
 
     @property
     def must_wait(self) -> bool:
-        """Whether it must sit out this step. A guided request waits for the step that computes it, and for KV that its
-        leader still restores."""
-        return self.guided and (self.awaits_logprobs or self.waits_for_leader)
+        """Whether it must sit out this step. A request waits for the tokens of its drafts; a guided one for the step
+        that computes it, and for KV that its leader still restores."""
+        if self.guided:
+            return self.awaits_logprobs or self.waits_for_leader
+        return self.guesses is not None
 
     @property
     def waits_for_leader(self) -> bool:
@@ -425,17 +431,27 @@ class Request:
         self.num_known += 1
 
     def propose(self, most: int, price: float) -> tuple[list[int], list[float]]:
-        """Return drafts after the known tokens, and their chances: see ``Drafter.propose``."""
+        """Return drafts after the known tokens, and their chances: see ``Drafter.propose``. If the newest token is
+        pending, the first draft is a guess at it."""
         if self.drafter is None:
             self.drafter = Drafter(self.prompt_tokens, unpack_tokens(self.submit.predicted).tolist())
         return self.drafter.propose(self.tokens[: self.num_known], most, price)
 
-    def on_drafts(self, accepted: int, tested: int, drafted: int) -> None:
-        """Record that a step accepted the first of ``drafted`` drafts, and that ``tested`` of them were tried."""
+    def on_guessed(self, guesses: TokenArray) -> None:
+        """Record that the plan being made takes ``guesses`` for the tokens after the known ones. Those after the newest
+        token are its drafts."""
+        self.guesses, self.guessed_from = guesses, self.num_known
+
+    def on_drafts(self, accepted: int, drafted: int) -> None:
+        """Record that the step with the guesses accepted the first of its ``drafted`` drafts."""
+        assert self.guesses is not None
         self.drafted += drafted
         self.accepted += accepted
         if self.drafter is not None:
-            self.drafter.learn(accepted, tested)
+            right = common_prefix(self.guesses, self.tokens[self.guessed_from : self.num_known])
+            # The end of an answer does not show whether later guesses were right.
+            self.drafter.learn(right, right if self.finished is not None else len(self.guesses))
+        self.guesses = None
 
     def history_present(self, now: float) -> None:
         self.restored = now

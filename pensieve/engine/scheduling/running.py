@@ -328,6 +328,7 @@ class RunningSet:
 
     def requeue(self, request: Request, now: float) -> None:
         """Return a request from the batch to its place in the queue. Its KV stays cached while there is room."""
+        assert request.guesses is None, "where its context ends is not known"
         self.requests.remove(request)
         self._cache.suspend(request.session, now, request.cached_context)
         request.suspend()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Final
 
 import msgspec
@@ -78,6 +78,8 @@ class Scheduler:
         self.costs = StepCosts()
         self.drafted = self.accepted = 0
         """Drafts since start, and those accepted."""
+        self._draft_pages = 0
+        """Pages that only drafts of the latest plan use."""
         self.sync_share = 0.0
         """See ``StepCosts.lost_share``; 0: this engine loses nothing."""
         self._swap_out_backlog = 0
@@ -244,7 +246,7 @@ class Scheduler:
             if not span.sample.late:
                 specs.extend(span.specs)
             elif request is None or request.finished is not None:
-                specs.append(None)
+                specs.extend([None] * span.num_chosen)
             elif request.sampling.grammar is not None and request.key not in masks:
                 request.on_no_choice()
                 self._running.requeue(request, now)
@@ -252,7 +254,8 @@ class Scheduler:
             else:
                 prompt, output = request.sampling_context(span.sample.output_index)
                 mask = masks.get(request.key)
-                specs.append(msgspec.structs.replace(span.sample, prompt=prompt, output=output, mask=mask))
+                spec = msgspec.structs.replace(span.sample, prompt=prompt, output=output, mask=mask)
+                specs.extend(msgspec.structs.replace(span, sample=spec).specs)
         return specs
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
@@ -299,8 +302,8 @@ class Scheduler:
     def _end_drafts(self, key: RequestKey, accepted: int, drafted: int) -> None:
         request = self._running.get(key)
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
-        if request is not None and request.in_batch:
-            request.on_drafts(accepted, accepted if request.finished is not None else drafted, drafted)
+        if request is not None and request.guesses is not None:
+            request.on_drafts(accepted, drafted)
             self.cache.take_back(request.session, request.length)
 
     # -- drafts ------------------------------------------------------------------------------------------------------
@@ -310,50 +313,79 @@ class Scheduler:
         """Whether this engine drafts. A state of a second KV group could not go back behind a rejected draft."""
         return self.config.max_drafts > 0 and not self.cache.two_groups
 
-    def wants_drafts(self) -> bool:
-        """Whether the next step should have drafts, though it must wait for the tokens of the one that runs."""
-        if not self._drafts:
+    def should_wait(self) -> bool:
+        """Whether the next plan should wait for the tokens of the step that runs, since that has drafts. Otherwise
+        their requests sit out the next step."""
+        running = self._running.requests
+        guessing = sum(request.guesses is not None for request in running)
+        if not guessing:
             return False
-        decoding = [one for one in self._running.requests if one.decoding and one.may_draft]
-        price, gain = self.costs.price(len(decoding)), 0.0
-        for request in decoding:
-            pending = request.length - request.num_known
-            most = min(request.most_drafts(self.context_limit), self.config.max_drafts) + pending
-            gain += sum(chance - price for chance in request.propose(most, price)[1][pending:])
-        # Twice: the step after the drafts waits for their tokens, too.
-        return gain > 2 * self._least_gain(len(self._running.requests))
+        if guessing == len(running) or self._may_suspend() or self._lacks_draft_pages():
+            return True
+        return self._wait_cost(len(running)) <= guessing * self.costs.sitting_out(len(running))
+
+    def _may_suspend(self) -> bool:
+        """Whether the next plan may have to take a request out of the batch, or to move its pages. Nothing tells where
+        the context of one with drafts ends, and pages that only drafts use look empty."""
+        running = self._running.requests
+        competing = self.queue and not self.queue.is_for_one
+        guided = any(request.guided for request in running)
+        return competing or guided or self.elastic is not None or not self.cache.can_pin(len(running))
+
+    def _lacks_draft_pages(self) -> bool:
+        """Whether others may need the pages that only drafts use, in the next plan."""
+        if not self._draft_pages:
+            return False
+        running = len(self._running.requests)
+        places = self.config.max_running - running
+        waiting = sum(self.cache.chunks_for(one.length + 1) for one in islice(self.queue, places))
+        return self._warming.has_pending or self.cache.free_pages < running + waiting
 
     def on_timed(self, plan: Plan, seconds: float, idle: float | None) -> None:
         """Learn the costs of drafts from a step: see ``StepCosts.on_step``."""
         if self._drafts and plan.spans and all(len(span.tokens) == span.num_chosen for span in plan.spans):
             self.costs.on_step(len(plan.spans), plan.num_tokens - len(plan.spans), seconds, idle)
 
-    def _least_gain(self, requests: int) -> float:
-        """Return how many tokens one wait costs."""
+    def _wait_cost(self, requests: int) -> float:
+        """Return how many tokens one wait of the device costs."""
         return requests * self.costs.lost_share(self.sync_share) if self.sync_share else 0.0
 
     def _draft(self, work: _Work, budget: int, now: float) -> dict[Request, TokenArray]:
         """Return drafts for the requests of this plan whose next token it chooses. They take what the plan leaves over:
         ``budget`` tokens, and free pages."""
-        left = min(budget, self.config.max_drafts)
-        price, gain = self.costs.price(len(work)), 0.0
-        found: dict[Request, TokenArray] = {}
+        self._draft_pages = 0
+        left, price = min(budget, self.config.max_drafts), self.costs.price(len(work))
+        found: list[tuple[float, Request, int, list[int]]] = []
         for request in work:
-            if left <= 0:
-                break
-            known = request.num_known == request.length and not request.missing
             most = min(request.most_drafts(self.context_limit), left)
-            if known and most > 0 and request.may_draft:
-                guesses, chances = request.propose(most, price)
-                if guesses:
-                    found[request] = np.array(guesses, np.int32)
-                    gain += sum(chance - price for chance in chances)
-                    left -= len(guesses)
-        if gain <= self._least_gain(len(work)):
+            if most > 0 and not request.missing and request.may_draft:
+                pending = request.length - request.num_known
+                guesses, chances = request.propose(pending + most, price)
+                if len(guesses) > pending:
+                    gain = sum(chances[pending:]) - price * (len(guesses) - pending)
+                    found.append((gain, request, pending, guesses))
+                    left -= len(guesses) - pending
+        # The next plan waits for the tokens of all drafts at once, or each of their requests sits out while others are
+        # computed: see ``should_wait``.
+        least = self.costs.sitting_out(len(work))
+        sitting = [one for one in found if one[0] > least]
+        with_wait = sum(one[0] for one in found) - self._wait_cost(len(work))
+        if len(sitting) < len(work) and sum(one[0] - least for one in sitting) > max(with_wait, 0.0):
+            found = sitting
+        elif with_wait <= 0.0:
             return {}
-        for request, tokens in found.items():
-            self.cache.extend(request.session, request.length + len(tokens), now, free_only=True)
-        return found
+        drafts: dict[Request, TokenArray] = {}
+        size = self.cache.config.chunk_tokens
+        for _, request, pending, guesses in found:
+            length = request.length
+            self.cache.extend(request.session, length + len(guesses) - pending, now, free_only=True)
+            pages = len(self.cache.page_table(request.session, length + len(guesses)))
+            tokens = np.array(guesses[: pending + pages * size - length], np.int32)
+            if len(tokens) > pending:
+                request.on_guessed(tokens)
+                drafts[request] = tokens[pending:]
+                self._draft_pages += pages - self.cache.chunks_for(length + 1)
+        return drafts
 
     # -- inside plan -------------------------------------------------------------------------------------------------
 
@@ -517,8 +549,6 @@ class Scheduler:
             for start, end in ranges:
                 spans.append(self._span(request, start, end, table))
             if len(guesses):
-                # As many as there were free pages for.
-                guesses = guesses[: len(tables[-1]) * self.cache.config.chunk_tokens - request.length]
                 tokens = np.concatenate([spans[-1].tokens, guesses])
                 spans[-1] = msgspec.structs.replace(spans[-1], tokens=tokens, drafts=len(guesses))
         return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies(), memory=memory)

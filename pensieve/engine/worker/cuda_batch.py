@@ -73,13 +73,12 @@ def make_cuda_batch(
         columns = SpanColumns.from_plan(ordered, page_tokens)
         host = _span_array(columns)
     source = np.full(len(columns.tokens), -1, dtype=np.int32)
-    pending = set(columns.pending())
-    asked = []
-    for at, span in zip(place, plan.spans, strict=True):
-        if at in pending:
-            source[columns.ends[at] - 1] = sampled[span.request]
-        if span.sample is not None:
-            asked.append((at, span.num_chosen))
+    requests = {at: span.request for at, span in zip(place, plan.spans, strict=True)}
+    for row, at in columns.pending():
+        source[row] = sampled[requests[at]]
+    asked = [
+        (at, span.num_chosen) for at, span in zip(place, plan.spans, strict=True) if span.sample is not None
+    ]
     chosen = columns.chosen_rows([at for at, _ in asked], [count for _, count in asked])
     pages, window_spans = columns.pages, None
     if columns.window_pages is not None:

@@ -101,10 +101,11 @@ class SpanColumns:
         rows: Ints = np.arange(ends[-1]) + np.repeat(self.ends[list(spans)] - ends, counts)
         return rows
 
-    def pending(self) -> list[int]:
-        """Return the spans whose last token is still to come from the previous step's sample."""
-        found: list[int] = np.flatnonzero(self.tokens[self.ends - 1] == PENDING).tolist()
-        return found
+    def pending(self) -> list[tuple[int, int]]:
+        """Return the row of each token that is still to come from the previous step's sample, and its span."""
+        rows = np.flatnonzero(self.tokens == PENDING)
+        spans = np.searchsorted(self.ends, rows, side="right")
+        return list(zip(rows.tolist(), spans.tolist(), strict=True))
 
 
 def _chain_rows(plan: Plan, page_tokens: int, ends: Ints, length: Ints) -> Ints:

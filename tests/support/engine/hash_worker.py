@@ -170,8 +170,8 @@ class HashWorker(SynchronousWorker):
             if position >= span.start:
                 token = int(span.tokens[position - span.start])
                 if token == PENDING:
-                    assert position == span.end - 1 and not span.drafts, (
-                        "only the last token of a span may be pending"
+                    assert position == span.end - 1 - span.drafts, (
+                        "only the last token that is no draft may be pending"
                     )
                     token = self.sampled[span.request]
                 kv = token_kv(token, position, seen)
