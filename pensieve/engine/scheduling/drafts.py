@@ -46,7 +46,7 @@ MOST_PLACES: Final = 8
 """Latest places that are compared, of those that are sorted and of those that are not."""
 SORTED_AT_ONCE: Final = 64
 """With this many new tokens all places are sorted again. Fewer are entered one by one."""
-SYNC_SHARE: Final = 0.1
+SYNC_SHARE: Final = 0.02
 """Part of an overlapped engine's step that a wait for tokens is expected to lose, until its own steps have shown how
 much."""
 _GAP: Final = -1
@@ -60,6 +60,8 @@ _PREDICTED: Final = 6
 _DECAY: Final = 0.98
 _WAIT_DECAY: Final = 0.998
 """What a wait costs is forgotten more slowly: it is known from few steps, and each trial costs as much."""
+_EXPECTED_WAITS: Final = 0.2
+"""Waits that the expected cost of one counts for. It is low, so that waits are tried, and soon outweighed."""
 
 
 class Drafter:
@@ -245,4 +247,4 @@ class StepCosts:
     def lost_share(self, expected: float) -> float:
         """Return the part of a step that is lost by a wait. ``expected``: the answer at the start, and after many steps
         without a wait, so that drafts are tried now and then."""
-        return (expected + self._lost) / (1.0 + self._waits)
+        return (_EXPECTED_WAITS * expected + self._lost) / (_EXPECTED_WAITS + self._waits)
