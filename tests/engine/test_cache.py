@@ -57,7 +57,7 @@ def commit(cache: CacheManager) -> tuple[int, int, int]:
 def places(cache: CacheManager, name: str) -> str:
     """A letter per chunk: D(evice) B(oth) H(ost) .(dropped)."""
     letters = {Place.DEVICE: "D", Place.BOTH: "B", Place.HOST: "H", Place.DROPPED: "."}
-    session = cache._sessions.get(SessionKey(name))
+    session = cache.sessions.get(SessionKey(name))
     return "".join(letters[chunk.place] for chunk in session.chunks) if session else ""
 
 
@@ -163,7 +163,7 @@ def test_holes_are_separate_ranges() -> None:
     cache = make(8, 8)
     serve(cache, "a", 24, now=0.0)
     for index in (1, 4):
-        cache._tiers.drop(cache._sessions[SessionKey("a")].chunks[index])
+        cache._tiers.drop(cache.sessions[SessionKey("a")].chunks[index])
     assert places(cache, "a") == "D.DD.D"
     restore = serve(cache, "a", 30, now=1.0, new=6)
     assert restore.missing == ((4, 8), (16, 20), (24, 30))
@@ -237,7 +237,7 @@ def test_many_sessions_keep_their_order_under_a_partial_ranking() -> None:
             str(session.key),
             chunk.index,
         )
-        for session in cache._sessions.values()
+        for session in cache.sessions.values()
         for chunk in session.chunks
     ]
     expected = [(name, index) for _, name, index in sorted(chunks)][:25]
@@ -252,7 +252,7 @@ def test_a_session_that_is_left_with_fewer_tokens_holds_kv_of_no_more() -> None:
     commit(cache)
     cache.release(key, 1.0, context[:5])
     cache.check()
-    assert [chunk.filled for chunk in cache._sessions[key].chunks] == [4, 1]
+    assert [chunk.filled for chunk in cache.sessions[key].chunks] == [4, 1]
     # Other tokens follow: what was known of the old ones does not stand for theirs.
     longer = np.concatenate([context[:5], tokens(4, seed=1000)])
     assert cache.admit(key, longer, 4, 2.0).missing == ((5, 9),)

@@ -105,7 +105,7 @@ def counted(cache: CacheManager) -> tuple[dict[str, Held], dict[str, set[Chunk]]
     """By tenant: pages, and the chunks that are in a tier."""
     held = {tenant: Held() for tenant in "abcd"}
     there: dict[str, set[Chunk]] = {tenant: set() for tenant in "abcd"}
-    for key, session in cache._sessions.items():
+    for key, session in cache.sessions.items():
         for chunk in session.chunks:
             if chunk not in there[key[0]] and chunk.place is not Place.DROPPED:
                 there[key[0]].add(chunk)
@@ -161,7 +161,7 @@ class Watch:
     def _host_only(self, after: dict[str, Held]) -> bool:
         """Whether the host has a chunk that could have gone instead, of a tenant beyond its share."""
         size = self._cache.config.host_chunks
-        for key, session in self._cache._sessions.items():
+        for key, session in self._cache.sessions.items():
             kept = int(SHARES.get(key[0], 0.0) * size) if key[0] != self._tenant else 0
             if after[key[0]].host > kept and any(
                 chunk.place is Place.HOST and not (chunk.pins or chunk.saving or chunk.loading)

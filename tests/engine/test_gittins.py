@@ -92,7 +92,7 @@ def test_each_turn_is_told_of_when_it_begins_and_when_it_has_ended() -> None:
     assert kinds == ["came back", "left", "came back", "left"]
     assert spy.told[1][1:4] == ("a", 12, 15) and spy.told[3][1:4] == ("a", 5, 22)
     assert spy.told[1][4] <= again - 50 < again <= spy.told[2][2]  # type: ignore[operator]
-    assert cache._sessions[SessionKey("a")].kind == 7
+    assert cache.sessions[SessionKey("a")].kind == 7
 
 
 def test_a_suspended_session_is_not_idle() -> None:
@@ -104,7 +104,7 @@ def test_a_suspended_session_is_not_idle() -> None:
         driver.step()
     assert [told[0] for told in spy.told[-2:]] == ["left", "came back"]
     assert spy.told[-2][4] == spy.told[-1][2], "in the same moment: nobody was idle"
-    assert cache._sessions[SessionKey("b")].kind == UNKNOWN
+    assert cache.sessions[SessionKey("b")].kind == UNKNOWN
     driver.run_until_idle()
     ends = [told for told in spy.told if told[:2] == ("left", "b")]
     assert ends[-1][2:4] == (10, 22), "with the new tokens of its turn, whenever it was resumed"

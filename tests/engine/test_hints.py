@@ -143,7 +143,7 @@ def test_a_hint_holds_until_the_next_turn_and_is_not_that_of_a_suspended_one(pol
     rig.turn("a", 5.0)
     rig.turn("b", 0.0)
     rig.turn("c", 6.0, suspended=True)
-    assert all(session.hint == NO_HINT for session in rig.cache._sessions.values())
+    assert all(session.hint == NO_HINT for session in rig.cache.sessions.values())
     rig.turn("d", 30.0)
     assert rig.kept("a", "b", "c") == {"a", "c"}
 

@@ -50,7 +50,7 @@ def test_victims_are_those_of_brute_force(
         cost = 4.0 * chunk.index + 8.0 if combined is sum else 1.0  # nothing is learned of returns yet
         return cost * combined([1.0 / (100.0 - owner.last_active) for owner in owners(chunk)])
 
-    every = {id(chunk): chunk for session in cache._sessions.values() for chunk in session.chunks}
+    every = {id(chunk): chunk for session in cache.sessions.values() for chunk in session.chunks}
     found = victims(cache, Reclaim.SAVED_PAGE, 100.0, len(every))
     assert {id(chunk) for chunk in found} == set(every) and len(found) == len(every)
     assert sum(chunk.shared for chunk in found) > 5
@@ -89,7 +89,7 @@ class Model:
         """Tokens in full chunks that some idle session of the scope has on the device, but for the last one."""
         size = self.cache.config.chunk_tokens
         present: set[int] = set()
-        for session in self.cache._sessions.values():
+        for session in self.cache.sessions.values():
             if session.scope != scope or session.running:
                 continue
             mine = tuple(session.tokens.tolist())

@@ -227,7 +227,7 @@ def test_runs_split_and_dissolve_as_owners_come_and_go() -> None:
     assert owner_names(cache, "C") == ["BC"] + ["C"] * 3
     cache.evict(B)
     cache.check()
-    assert owner_names(cache, "C") == ["C"] * 4 and cache._sessions[C].shared == 0
+    assert owner_names(cache, "C") == ["C"] * 4 and cache.sessions[C].shared == 0
 
 
 @pytest.mark.parametrize("place", ["device", "host", "dropped"])
@@ -262,7 +262,7 @@ def test_tokens_whose_ids_never_came_get_no_address() -> None:
     context = joined(text(3), np.array([9, 5, 6], np.int32))
     for name in ("B", "A"):
         assert receipt(serve(cache, name, context, 2.0, new=2), context)[0] in (4, 5)
-    assert cache._sessions[A].chunks[4] is cache._sessions[B].chunks[4]
+    assert cache.sessions[A].chunks[4] is cache._sessions[B].chunks[4]
 
 
 # -- branches --------------------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_it_counts_as_recent_and_teaches_the_policy_nothing() -> None:
     rig = Rig(replace(CACHE, policy="gittins"))
     rig.swapped_out()
     cache = rig.engine._scheduler.cache
-    session = cache._sessions[SessionKey("a")]
+    session = cache.sessions[SessionKey("a")]
     kind, policy = session.kind, cache.index.policy
     told: list[str] = []
     policy.on_return = policy.on_turn_end = lambda *_: told.append("told")  # type: ignore[assignment,method-assign,return-value]

@@ -56,7 +56,7 @@ def recounted(engine: Engine) -> dict[str, tuple[int, int]]:
     """What each tenant holds, chunk by chunk. The engine must be idle."""
     cache = engine._cache
     names = {number: name for name, number in cache.shares._numbers.items()}
-    chunks: set[Chunk] = {chunk for session in cache._sessions.values() for chunk in session.chunks}
+    chunks: set[Chunk] = {chunk for session in cache.sessions.values() for chunk in session.chunks}
     device, host = Counter[str](), Counter[str]()
     for chunk in chunks:
         device[names[chunk.holder.tenant]] += SIZE * (chunk.device != NOWHERE)

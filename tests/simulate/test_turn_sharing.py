@@ -151,7 +151,7 @@ class Few:
 
     def places(self, key: int) -> str:
         """Of a session's chunks, when no copies are under way."""
-        session = self.manager.cache._sessions[SessionKey(str(key))]
+        session = self.manager.cache.sessions[SessionKey(str(key))]
         told = {Place.DROPPED: DROPPED, Place.HOST: HOST, Place.DEVICE: DEVICE, Place.BOTH: BOTH}
         found = bytes(told[chunk.place] for chunk in session.chunks)
         assert self.twin._sessions[key].context() == found

@@ -69,7 +69,7 @@ class CacheManager:
         self._tails = Tails(config.groups, self._tiers, self._reserve) if len(config.groups) > 1 else None
         is_elastic = config.device_floor_bytes is not None
         self.resizer = Resizer(self._tiers, self._evictor, self._remove_emptied) if is_elastic else None
-        self._sessions: dict[SessionKey, CachedSession] = {}
+        self.sessions: dict[SessionKey, CachedSession] = {}
         self._running: dict[SessionKey, CachedSession] = {}
 
     # -- questions: change nothing -----------------------------------------------------------------------------------
@@ -84,14 +84,10 @@ class CacheManager:
         """Pages of the first group that an empty device tier holds; an elastic one at its floor."""
         return self._tiers.least_pages(self.config.device_chunks)
 
-    @property
-    def free_pages(self) -> int:
-        """Pages of the first group that requests can take now, without an eviction."""
-        return self._tiers.device.free()
-
-    def can_pin(self, pages: int) -> bool:
-        """Whether running requests can take so many more pages of the first group, if need be by evictions."""
-        return self._tiers.unpinned_bytes((pages, 0)) >= 0
+    def has_pages(self, pages: int, *, free_only: bool = False) -> bool:
+        """Whether running requests can take ``pages`` more of the first group, with ``free_only`` without evictions."""
+        free = self._tiers.device.free() if free_only else pages
+        return free >= pages and self._tiers.unpinned_bytes((pages, 0)) >= 0
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """Whether an empty device tier holds ``pages`` pages of the first group, for ``requests`` requests of up to
@@ -99,10 +95,6 @@ class CacheManager:
         if self._tails is not None:
             return self._tails.can_hold(pages, requests, tokens)
         return pages <= self.device_pages
-
-    @property
-    def sessions(self) -> dict[SessionKey, CachedSession]:
-        return self._sessions
 
     @property
     def swaps_in(self) -> bool:
@@ -118,7 +110,7 @@ class CacheManager:
     def prefix_path(self, key: SessionKey, scope: str, tokens: TokenArray) -> PrefixPath | None:
         """Return the addresses of a context for ``can_admit`` and ``admit``; None: it shares nothing."""
         shares = scope and self.config.prefix_sharing
-        return self._shared.path(self._sessions.get(key), scope, tokens) if shares else None
+        return self._shared.path(self.sessions.get(key), scope, tokens) if shares else None
 
     def can_admit(
         self,
@@ -154,7 +146,7 @@ class CacheManager:
         branches: Branches = NO_BRANCHES,
     ) -> Pages | None:
         """Return how many more pages an admission pins or promises; None: a plan or another request must end first."""
-        session = self._sessions.get(key)
+        session = self.sessions.get(key)
         if session is not None and (session.running or session.copying):
             return None
         common = self._finder.in_common(session, tokens, num_new, path)
@@ -173,14 +165,14 @@ class CacheManager:
         return pages, self._tails.cost(missing, parts, keep, len(tokens)) + promised
 
     def has_session(self, key: SessionKey) -> bool:
-        return key in self._sessions
+        return key in self.sessions
 
     def restore_cost(
         self, key: SessionKey, tokens: TokenArray, path: PrefixPath | None = None, *, tenant: str = ""
     ) -> RestoreCost:
         """Return what ``admit`` would have to bring to the device for a session that does not run."""
         size, tiers = self._size, self._tiers
-        chunks, keep = self._finder.found(self._sessions.get(key), tokens, 0, path)
+        chunks, keep = self._finder.found(self.sessions.get(key), tokens, 0, path)
         pages, others = self.chunks_for(len(tokens)) - len(chunks), 0
         computing, clean = keep < len(tokens), 0
         for chunk in chunks:
@@ -231,7 +223,7 @@ class CacheManager:
         return tokens if self._tails is None else self._tails.reach(self._running[key], tokens)
 
     def residency(self, key: SessionKey) -> TierTokens:
-        session = self._sessions.get(key)
+        session = self.sessions.get(key)
         return TierTokens(0, 0) if session is None else session.residency()
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -265,7 +257,7 @@ class CacheManager:
         ====================================  =====================================  ================================
         """
         asked = None if self._tails is None else self.pages_to_pin(key, tokens, num_new, path=path)
-        session = self._sessions.get(key)
+        session = self.sessions.get(key)
         owner = scope_of(path), self.shares.number(tenant)
         if session is None or (session.scope, session.tenant) != owner:
             if session is not None:
@@ -384,8 +376,8 @@ class CacheManager:
             others = 0 if self._tails is None else self._tails.claim(len(tokens))
             if self._tiers.unpinned_bytes((1, others)) < 0:
                 return None
-            if target in self._sessions:
-                self._remove(self._sessions[target])
+            if target in self.sessions:
+                self._remove(self.sessions[target])
             session = self._running[target] = self._add(target, origin.scope, origin.tenant)
             session.is_candidate = session.running = True
         full, filled = divmod(common, self._size)
@@ -496,9 +488,9 @@ class CacheManager:
         if self._tails is not None:
             self._tails.let_go(session)
         self._trim(session, 0 if free_kv else self.chunks_for(len(session.tokens)))
-        if session.scope and self._sessions.get(key) is session:
+        if session.scope and self.sessions.get(key) is session:
             self._shared.assign_addresses(session)
-        if self._tails is not None and self._sessions.get(key) is session:
+        if self._tails is not None and self.sessions.get(key) is session:
             self._tails.sort(session)
         if not session.has_cached_chunks:
             self._remove(session)
@@ -553,23 +545,23 @@ class CacheManager:
 
     def replace(self, key: SessionKey, by: SessionKey) -> bool:
         """Replace a session's cached chunks with another's; False if the other is not cached or either is running."""
-        session, other = self._sessions.get(key), self._sessions.get(by)
+        session, other = self.sessions.get(key), self.sessions.get(by)
         if other is None or other is session or other.running or (session is not None and session.running):
             return False
         if session is not None:
             other.last_active, other.new_tokens = session.last_active, session.new_tokens
             other.kind, other.hint = session.kind, session.hint
             self._remove(session)
-        del self._sessions[by]
+        del self.sessions[by]
         other.key, other.is_candidate = key, False
-        self._sessions[key] = other
+        self.sessions[key] = other
         self.index.touch(other)
         return True
 
     def evict(self, key: SessionKey | None = None) -> int:
         """Remove idle sessions (one, or all); return the number of KV-tokens freed."""
         freed = 0
-        for session in list(self._sessions.values()) if key is None else [self._sessions.get(key)]:
+        for session in list(self.sessions.values()) if key is None else [self.sessions.get(key)]:
             if session is not None and not (session.running or session.copying):
                 freed += sum(chunk.filled for chunk in session.own_chunks)
                 self._remove(session)
@@ -577,14 +569,14 @@ class CacheManager:
 
     def _add(self, key: SessionKey, scope: str, tenant: int) -> CachedSession:
         session = CachedSession(key, self.index.add_row(), scope=scope, tenant=tenant)
-        self._sessions[key] = session
+        self.sessions[key] = session
         self.index.attach(session)
         return session
 
     def _remove(self, session: CachedSession) -> None:
         """Remove a session and free the chunks that no other owns."""
-        if self._sessions.get(session.key) is session:
-            del self._sessions[session.key]
+        if self.sessions.get(session.key) is session:
+            del self.sessions[session.key]
             self._shared.truncate(session, 0)
             self.index.remove(session)
 
@@ -602,6 +594,6 @@ class CacheManager:
 
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and all counts agree."""
-        check_cache(self._sessions, self._running, self._tiers, self.index, self._shared)
+        check_cache(self.sessions, self._running, self._tiers, self.index, self._shared)
         if self.resizer is not None:
             self.resizer.check()

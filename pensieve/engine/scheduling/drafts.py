@@ -59,7 +59,7 @@ _PREDICTED: Final = 6
 """Bucket of the odds while the answer follows a prediction: most callers know why they predict."""
 _DECAY: Final = 0.98
 _WAIT_DECAY: Final = 0.998
-"""What a wait costs is forgotten more slowly: it is known from few steps, and each trial costs as much."""
+"""The cost of a wait is forgotten more slowly: few steps show it, and each trial costs as much."""
 _EXPECTED_WAITS: Final = 0.2
 """Waits that the expected cost of one counts for. It is low, so that waits are tried, and soon outweighed."""
 

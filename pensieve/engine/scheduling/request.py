@@ -126,7 +126,7 @@ class Request:
     first_token: float | None = None
     drafter: Drafter | None = None
     guesses: TokenArray | None = None
-    """What a planned step with drafts takes for the tokens from position ``guessed_from`` on; None: no such step is
+    """The tokens that a planned step with drafts expects from position ``guessed_from`` on; None: no such step is
     planned or runs. Until its tokens are known, the request sits out: nothing tells where its context ends."""
     guessed_from: int = 0
     drafted: int = 0

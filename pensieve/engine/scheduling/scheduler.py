@@ -330,7 +330,7 @@ class Scheduler:
         running = self._running.requests
         competing = self.queue and not self.queue.is_for_one
         guided = any(request.guided for request in running)
-        return competing or guided or self.elastic is not None or not self.cache.can_pin(len(running))
+        return competing or guided or self.elastic is not None or not self.cache.has_pages(len(running))
 
     def _lacks_draft_pages(self) -> bool:
         """Whether others may need the pages that only drafts use, in the next plan."""
@@ -339,7 +339,7 @@ class Scheduler:
         running = len(self._running.requests)
         places = self.config.max_running - running
         waiting = sum(self.cache.chunks_for(one.length + 1) for one in islice(self.queue, places))
-        return self._warming.has_pending or self.cache.free_pages < running + waiting
+        return self._warming.has_pending or not self.cache.has_pages(running + waiting, free_only=True)
 
     def on_timed(self, plan: Plan, seconds: float, idle: float | None) -> None:
         """Learn the costs of drafts from a step: see ``StepCosts.on_step``."""

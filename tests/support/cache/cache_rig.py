@@ -117,7 +117,7 @@ def receipt(restore: Restore, context: TokenArray) -> tuple[int, int, int, int]:
 
 
 def chunks(cache: CacheManager, name: str) -> Sequence[Chunk]:
-    session = cache._sessions.get(SessionKey(name))
+    session = cache.sessions.get(SessionKey(name))
     return session.chunks if session else ()
 
 
