@@ -262,7 +262,7 @@ def test_tokens_whose_ids_never_came_get_no_address() -> None:
     context = joined(text(3), np.array([9, 5, 6], np.int32))
     for name in ("B", "A"):
         assert receipt(serve(cache, name, context, 2.0, new=2), context)[0] in (4, 5)
-    assert cache.sessions[A].chunks[4] is cache._sessions[B].chunks[4]
+    assert cache.sessions[A].chunks[4] is cache.sessions[B].chunks[4]
 
 
 # -- branches --------------------------------------------------------------------------------------------------------
