@@ -12,7 +12,7 @@ import pytest
 from pensieve.errors import TurnFenced, Unavailable
 from pensieve.store._redis.rows import session_keys
 from support.faults.io_errors import IoErrors
-from support.store.redis_server import RedisServer
+from support.store.redis_server import RedisServer, server_folder
 from support.store.store_bench import first_record, key, opened_redis, row, whole_turn
 
 pytestmark = pytest.mark.redis
@@ -25,16 +25,16 @@ LIMIT_S = 20.0
 @pytest.fixture
 def slow_disk(tmp_path: Path) -> Iterator[tuple[RedisServer, IoErrors]]:
     """A server whose disk can be made slow."""
-    folder, tools = tmp_path / "redis", tmp_path / "tools"
-    folder.mkdir()
+    tools = tmp_path / "tools"
     tools.mkdir()
-    disk = IoErrors(tools, folder)
-    server = RedisServer(folder, environment=disk.environment)
-    server.start()
-    try:
-        yield server, disk
-    finally:
-        server.kill()
+    with server_folder() as folder:
+        disk = IoErrors(tools, folder)
+        server = RedisServer(folder, environment=disk.environment)
+        server.start()
+        try:
+            yield server, disk
+        finally:
+            server.kill()
 
 
 async def hold_flush(server: RedisServer, disk: IoErrors) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import redis
 
-from support.store.redis_server import RedisServer, free_port, require_redis_server
+from support.store.redis_server import RedisServer, free_port, require_redis_server, server_folder
 
 SERVICE = "history"
 DOWN_AFTER_MS = 500
@@ -123,8 +122,8 @@ class SentinelGroup:
 
 @contextlib.contextmanager
 def sentinel_group() -> Iterator[SentinelGroup]:
-    with tempfile.TemporaryDirectory(prefix="pensieve-sentinel-") as folder:
-        group = SentinelGroup(Path(folder))
+    with server_folder() as folder:
+        group = SentinelGroup(folder)
         try:
             group.start()
             yield group
@@ -221,8 +220,8 @@ def _is_whole(client: redis.Redis) -> bool:
 
 @contextlib.contextmanager
 def cluster_group() -> Iterator[ClusterGroup]:
-    with tempfile.TemporaryDirectory(prefix="pensieve-cluster-") as folder:
-        group = ClusterGroup(Path(folder))
+    with server_folder() as folder:
+        group = ClusterGroup(folder)
         try:
             group.start()
             yield group
