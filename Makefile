@@ -62,6 +62,9 @@ demo: setup ## Watch a small model remember: how much sooner it answers, and tha
 test: prepared ## Everything that CI checks: lint, types, stubs, tests
 	@$(MAKE) --no-print-directory -j2 lint smollm2 $(VENV)/.compiled types pytest frameworks
 
+# On a disk, flushes of stores wait for what other tests write, now and then for seconds.
+IN_MEMORY = folder="$$(tests/support/room.sh)"; if test -n "$$folder"; then export TMPDIR="$$folder"; trap 'rm -rf "$$TMPDIR"' EXIT; fi;
+
 .PHONY: pytest
 # Bytecode is written even where the environment of a container forbids it: the tests start some hundred processes, and
 # each would compile the package again, which takes it a third of its start.
@@ -71,7 +74,7 @@ pytest: smollm2 $(VENV)/.compiled
 	command -v haproxy >/dev/null || export PENSIEVE_TEST_WITHOUT_HAPROXY=1; \
 	command -v promtool >/dev/null || export PENSIEVE_TEST_WITHOUT_PROMTOOL=1; \
 	test -f build/models/SmolLM2-135M-Instruct.Q4_1.gguf || export PENSIEVE_TEST_WITHOUT_SMOLLM2=1; \
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(IN_MEMORY) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Once for all workers, which would each rewrite the same assertions and compile the same packages.
 $(VENV)/.compiled: $(VENV)/.ready
