@@ -106,7 +106,11 @@ def launched(
     with errors.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", begin + _PROGRAM, json.dumps(values), builder],
-            env={**child_environment(), **(environment or {})},
+            env={
+                **child_environment(),
+                "GRPC_VERBOSITY": "ERROR",
+                **(environment or {}),
+            },  # as the command does
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=stderr,
