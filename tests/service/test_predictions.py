@@ -69,3 +69,25 @@ async def test_the_next_attempt_drafts_what_a_dead_engine_gave(monkeypatch: pyte
             generation.emit(*given)
             generation.finish(FinishReason.LENGTH, len(given))
             assert (await tried).output.text == "the cat sat"
+
+
+@pytest.mark.fault(27)
+async def test_an_attempt_before_the_next_engine_is_ready_forgets_nothing() -> None:
+    async with serving(answer=None) as rig:
+        speculate(rig.link)
+        name, turn, given = await rig.create(), spec("hi"), encode("the cat sat")
+        for tokens in (given, []):
+            call = asyncio.ensure_future(refusal(rig.call(name, turn)))
+            generation = await rig.link.next_generation()
+            if tokens:
+                generation.admit()
+                generation.emit(*tokens)
+            generation.fail(restarting())
+            assert (await call).reason == "ENGINE_RESTARTING"
+        tried = asyncio.ensure_future(rig.run(name, turn))
+        generation = await rig.link.next_generation()
+        assert generation.predicted == given
+        generation.admit()
+        generation.emit(*given)
+        generation.finish(FinishReason.LENGTH, len(given))
+        assert (await tried).output.text == "the cat sat"

@@ -223,11 +223,12 @@ class TurnRunner:
         except Unavailable:
             self._remember_given(run)
             raise
+        self._given.pop((run.key, spec.request_id), None)
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
     async def _predicted(self, run: TurnRun) -> Sequence[int]:
         """Return drafts for the answer: the tokens that an engine gave before it died, or the caller's prediction."""
-        given = self._given.pop((run.key, run.spec.request_id), ())
+        given = self._given.get((run.key, run.spec.request_id), ())
         if not self._link.info.speculates:
             return ()
         if not given and run.spec.prediction:
@@ -235,9 +236,12 @@ class TurnRunner:
         return [token for token in given if token < self._link.info.vocab_size]
 
     def _remember_given(self, run: TurnRun) -> None:
-        """Keep the tokens of a turn whose engine has died for the next attempt, which starts from the same seed."""
-        if run.buffer.outputs and run.buffer.outputs[0].tokens:
-            self._given[run.key, run.spec.request_id] = tuple(run.buffer.outputs[0].tokens)
+        """Keep the tokens of a turn whose engine has died for the next attempt, which starts from the same seed. An
+        attempt that came before the next engine was ready has fewer than are known, or none."""
+        name = run.key, run.spec.request_id
+        known, tokens = self._given.pop(name, ()), run.buffer.outputs[0].tokens if run.buffer.outputs else ()
+        if known or tokens:
+            self._given[name] = max(known, tuple(tokens), key=len)
             if len(self._given) > MOST_GIVEN:
                 del self._given[next(iter(self._given))]
 
