@@ -492,6 +492,7 @@ def test_the_next_plan_waits_if_others_may_need_the_pages_of_drafts(pages: int, 
     scheduler = engine._scheduler
     scheduler.sync_share = 1e6
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_may_suspend", lambda self: False)  # another reason to wait, not asked here
         patch.setattr(
             Request, "propose",
             lambda request, most, price: ([5] * 9, [1.0] * 9) if request.key == 1 and most >= 9 else ([], []),

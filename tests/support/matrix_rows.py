@@ -103,8 +103,9 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
     ),
     27: (
         "SIGKILL ends the engine process",
-        "The server ends running turns with ENGINE_RESTARTING and starts a new engine, which rebuilds sessions on "
-        "demand. A repeated turn begins as before; with --invariant all of its tokens are the same",
+        "The server ends running turns with ENGINE_RESTARTING and starts a new engine. The new engine computes a "
+        "session's state again when its next turn comes. A repeated turn has the same seed as before; with --invariant "
+        "the new engine chooses the same tokens",
     ),
     28: ("The engine hangs", "It is noticed while work waits, and the engine is replaced"),
     29: ("A step fails on the device", "The engine process ends; it never carries on"),
