@@ -276,9 +276,9 @@ def virtual_row(
     loop = Loop(engine, turns, max(len(answer) for _, answer in turns), clock)
     planner = engine._scheduler
     assert isinstance(planner, TimedScheduler)
-    drafting, places, rows = planner.config, _spread(len(turns), count), []
-    for config in (replace(drafting, max_drafts=0), drafting):
-        planner.config = config
+    most, places, rows = planner.drafting.most, _spread(len(turns), count), []
+    for allowed in (0, most):
+        planner.drafting.most = allowed
         rows.append(loop.run(batch, places))
     return {
         "batch": batch, "host ms": 1e3 * host_s, "÷ without": round(rows[1]["tokens/s"] / rows[0]["tokens/s"], 3),
@@ -355,20 +355,20 @@ def engine_rows(
 ) -> Iterator[dict[str, Any]]:
     """Measure ``engine`` with drafts and without, in turns; and answers whose tokens are predicted, as after an
     engine's death."""
-    scheduler, loop = engine._scheduler, Loop(engine, turns, want)
-    drafting = scheduler.config
+    drafting, loop = engine._scheduler.drafting, Loop(engine, turns, want)
+    most = drafting.most
     for batch in batches:
         places = _spread(len(turns), answers_for(batch))
         for drafts in (False, True) * repeats:
-            scheduler.config = drafting if drafts else replace(drafting, max_drafts=0)
+            drafting.most = most if drafts else 0
             row = loop.run(batch, places)
             costs = {
-                "price": round(scheduler.costs.price(batch), 3),
-                "lost share": round(scheduler.costs.lost_share(scheduler.sync_share), 3),
+                "price": round(drafting.costs.price(batch), 3),
+                "lost share": round(drafting.costs.lost_share(drafting.sync_share), 3),
             }
             yield {"batch": batch, "drafts": drafts, **row, **(costs if drafts else {})}
     for predicted in (False, True):
-        scheduler.config = drafting if predicted else replace(drafting, max_drafts=0)
+        drafting.most = most if predicted else 0
         before, started = engine.stats().steps_total, time.perf_counter()
         loop.run(1, [0], predicted=predicted)
         seconds = time.perf_counter() - started

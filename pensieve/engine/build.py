@@ -78,7 +78,7 @@ def build_engine(options: EngineOptions) -> Engine:
         host_capacity_tokens=info.host_chunks * info.chunk_tokens,
         chunk_tokens=info.chunk_tokens,
         uses_hints=uses_hints(options),
-        speculates=info.max_drafts > 0 and not cache.two_groups,
+        speculates=scheduler.drafting.most > 0,
         device_bytes=info.device_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
         host_bytes=info.host_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
         device_floor=device_floor * info.ranks,

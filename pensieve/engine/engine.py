@@ -170,7 +170,7 @@ class Engine:
         if structured is not None:
             scheduler.mask_expected = structured.matchers.is_expected
         self._overlapped = overlapped
-        scheduler.sync_share = SYNC_SHARE if overlapped else 0.0
+        scheduler.drafting.sync_share = SYNC_SHARE if overlapped else 0.0
         self._in_flight: _Launch | None = None
         """Overlapped: the step that runs while the next is planned."""
         self._background = False
@@ -341,8 +341,8 @@ class Engine:
             dropped_total=occupancy.dropped,
             warmed_total=self._scheduler.warmed_tokens,
             suspensions_total=self._scheduler.suspensions,
-            drafted_total=self._scheduler.drafted,
-            accepted_total=self._scheduler.accepted,
+            drafted_total=self._scheduler.drafting.drafted,
+            accepted_total=self._scheduler.drafting.accepted,
             late_masks_total=0 if self._structured is None else self._structured.matchers.late_masks,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,
@@ -550,6 +550,6 @@ class Engine:
         totals.last_step_seconds = seconds
         totals.last_batch_tokens = plan.num_tokens
         idle = result.timings.get("gap", 0.0) if launch.waited else None
-        self._scheduler.on_timed(plan, result.timings.get("device", seconds), idle)
+        self._scheduler.drafting.on_timed(plan, result.timings.get("device", seconds), idle)
         for part, spent in result.timings.items():
             totals.parts[part] += spent

@@ -65,7 +65,7 @@ def play(seed: int, totals: Counter[str], *, overlapped: bool) -> None:
     )  # fmt: skip
     worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
     engine = make_engine(cache, scheduler, worker, clock := Clock(), overlapped=overlapped)
-    engine._scheduler.sync_share = wait
+    engine._scheduler.drafting.sync_share = wait
     limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
     driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
     driver.verify_beams = verify_beams
@@ -99,7 +99,7 @@ def check_drafts_are_harmless(patch: pytest.MonkeyPatch) -> None:
     plan, evict, evicted = Scheduler.plan, Tiers.evict_from_device, list[Slice]()
 
     def planned(self: Scheduler, now: float) -> Plan:
-        suspensions, pages = self.suspensions, self._draft_pages
+        suspensions, pages = self.suspensions, self.drafting.pages
         guessing = any(one.guesses is not None for one in self.running)
         evicted.clear()
         made = plan(self, now)
@@ -186,7 +186,7 @@ def answers_of(rng: random.Random, *, overlapped: bool, tight: bool) -> Engine:
     engine = make_engine(
         cache, scheduler, worker, Clock(), VOCAB, overlapped=overlapped, structured=structured
     )
-    engine._scheduler.sync_share = rng.choice(WAITS) if overlapped else 0.0
+    engine._scheduler.drafting.sync_share = rng.choice(WAITS) if overlapped else 0.0
     answers, asked = Answers(engine), {}
     with pytest.MonkeyPatch.context() as patch:
         Adversary(rng, drawn_answer, VOCAB, (EOS, STOP)).install(patch)
@@ -458,7 +458,7 @@ def test_a_device_that_waits_gets_its_next_step_before_tokens_are_reported() -> 
     engine = make_engine(
         CacheConfig(60, 0, 8), SchedulerConfig(400, max_drafts=2), worker, Clock(), overlapped=True
     )
-    engine._scheduler.sync_share = 0.0
+    engine._scheduler.drafting.sync_share = 0.0
     launch, report, commit = worker.launch, engine._report, engine._commit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Request, "propose", lambda request, most, price: ([5, 5][:most], [0.3, 0.3][:most]))
@@ -490,7 +490,7 @@ def test_the_next_plan_waits_if_others_may_need_the_pages_of_drafts(pages: int, 
         overlapped=True,
     )
     scheduler = engine._scheduler
-    scheduler.sync_share = 1e6
+    scheduler.drafting.sync_share = 1e6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "_may_suspend", lambda self: False)  # another reason to wait, not asked here
         patch.setattr(

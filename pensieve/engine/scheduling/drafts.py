@@ -8,7 +8,7 @@ drafts change the number of steps, never the answer.
 An overlapped engine plans a step while the one before runs. A request's newest token is pending then: drafts follow a
 guess at it, and the step computes the token that was chosen. While a step with drafts runs, nothing tells how many it
 accepts. Either its requests sit out the next step, or the device waits and the next step is planned when the tokens are
-known. Both cost tokens, and the cheaper way is taken (``Scheduler.should_wait``).
+known. Both cost tokens, and the cheaper way is taken: ``drafting`` decides, this module knows texts and costs.
 
 ==========================  ==============  =====================================================================
 state                       only writer     fails safely because
@@ -16,13 +16,14 @@ state                       only writer     fails safely because
 places of a conversation    ``Drafter``     a wrong place gives a wrong draft, which is not chosen
 odds of a request's drafts  ``Drafter``     wrong odds cost rows, or steps
 costs of a row and a step   ``StepCosts``   the same
+who drafts, totals          ``Drafting``    a wrong choice costs steps, or waits
 drafts of a span            the plan        they end with its step: suspension, cancel or death leave none
 pages of drafts             cache           they are free pages, and go back when the step is committed
 valid KV (``filled``)       cache           at the plan it counts the newest token, at the commit accepted drafts
 ==========================  ==============  =====================================================================
 
 Without drafts are requests with a grammar (a mask would depend on the drafts before it), beams, and models with two KV
-groups (a recurrent state cannot go back behind a rejected draft): see ``Request.may_draft`` and ``Scheduler``.
+groups (a recurrent state cannot go back behind a rejected draft): see ``Request.may_draft`` and ``Drafting.most``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from pensieve.engine.cache.resizing import Ends
 from pensieve.engine.elastic import ElasticTier, Need
 from pensieve.engine.messages import Submit, Warm
 from pensieve.engine.plan import Chain, PageTable, Plan, SampleSpec, Span, StepResult, TokenMask
-from pensieve.engine.scheduling.drafts import StepCosts
+from pensieve.engine.scheduling.drafting import Drafting
 from pensieve.engine.scheduling.queue import FairQueue, max_min_shares
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.running import RunningSet
@@ -75,13 +75,7 @@ class Scheduler:
         self._running = RunningSet(config, cache, self.queue, self._warming)
         self._tickets = 0
         self._steps = 0
-        self.costs = StepCosts()
-        self.drafted = self.accepted = 0
-        """Drafts since start, and those accepted."""
-        self._draft_pages = 0
-        """Pages that only drafts of the latest plan use."""
-        self.sync_share = 0.0
-        """See ``StepCosts.lost_share``; 0: this engine loses nothing."""
+        self.drafting = Drafting(config, cache, self.context_limit)
         self._swap_out_backlog = 0
         """Chunks of launched plans not yet copied out when the latest result came."""
         self.mask_expected: Callable[[RequestKey, int], bool] = lambda key, output_index: True
@@ -210,7 +204,7 @@ class Scheduler:
         if not self.config.unified_batch and not work:
             self._plan_decodes(work, now)
         self._warm_up(work, now)
-        drafts = self._draft(work, budget, now) if self._drafts else {}
+        drafts = self.drafting.plan(work, budget, now)
         memory = None if self.elastic is None else self._resize(self.elastic, work, now)
         # A step waits for its swap-in, which should have the link to itself. Ahead-of-time copies can wait.
         is_settled = self.elastic is None or self.elastic.is_settled(now)
@@ -289,7 +283,7 @@ class Scheduler:
                     self._running.remove_waiting(request)
             tokens.append(OutputToken(sampled.request, sampled.token_id, sampled.logprob, finished))
         for key, guesses in drafts.items():
-            self._end_drafts(key, rights[key], len(guesses))
+            self.drafting.end(self._running.get(key), rights[key], len(guesses))
         for request in list(self._running.requests):
             if request.restored is None and not request.waits_for_history:
                 request.history_present(now)
@@ -299,30 +293,22 @@ class Scheduler:
                 self._running.remove(request, now)
         return tokens
 
-    def _end_drafts(self, key: RequestKey, accepted: int, drafted: int) -> None:
-        request = self._running.get(key)
-        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
-        if request is not None and request.guesses is not None:
-            request.on_drafts(accepted, drafted)
-            self.cache.take_back(request.session, request.length)
-
-    # -- drafts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _drafts(self) -> bool:
-        """Whether this engine drafts. A state of a second KV group could not go back behind a rejected draft."""
-        return self.config.max_drafts > 0 and not self.cache.two_groups
+    # -- a step with drafts that runs ----------------------------------------------------------------------------------
 
     def should_wait(self) -> bool:
         """Whether the next plan should wait for the tokens of the step that runs, since that has drafts. Otherwise
         their requests sit out the next step."""
+        if not self.drafting.requests:
+            return False
         running = self._running.requests
         guessing = sum(request.guesses is not None for request in running)
         if not guessing:
             return False
-        if guessing == len(running) or self._may_suspend() or self._lacks_draft_pages():
-            return True
-        return self._wait_cost(len(running)) <= guessing * self.costs.sitting_out(len(running))
+        return (
+            self._may_suspend()
+            or self._lacks_draft_pages()
+            or self.drafting.prefers_waiting(guessing, len(running))
+        )
 
     def _may_suspend(self) -> bool:
         """Whether the next plan may have to take a request out of the batch, or to move its pages. Nothing tells where
@@ -334,58 +320,12 @@ class Scheduler:
 
     def _lacks_draft_pages(self) -> bool:
         """Whether others may need the pages that only drafts use, in the next plan."""
-        if not self._draft_pages:
+        if not self.drafting.pages:
             return False
         running = len(self._running.requests)
         places = self.config.max_running - running
         waiting = sum(self.cache.chunks_for(one.length + 1) for one in islice(self.queue, places))
         return self._warming.has_pending or not self.cache.has_pages(running + waiting, free_only=True)
-
-    def on_timed(self, plan: Plan, seconds: float, idle: float | None) -> None:
-        """Learn the costs of drafts from a step: see ``StepCosts.on_step``."""
-        if self._drafts and plan.spans and all(len(span.tokens) == span.num_chosen for span in plan.spans):
-            self.costs.on_step(len(plan.spans), plan.num_tokens - len(plan.spans), seconds, idle)
-
-    def _wait_cost(self, requests: int) -> float:
-        """Return how many tokens one wait of the device costs."""
-        return requests * self.costs.lost_share(self.sync_share) if self.sync_share else 0.0
-
-    def _draft(self, work: _Work, budget: int, now: float) -> dict[Request, TokenArray]:
-        """Return drafts for the requests of this plan whose next token it chooses. They take what the plan leaves over:
-        ``budget`` tokens, and free pages."""
-        self._draft_pages = 0
-        left, price = min(budget, self.config.max_drafts), self.costs.price(len(work))
-        found: list[tuple[float, Request, int, list[int]]] = []
-        for request in work:
-            most = min(request.most_drafts(self.context_limit), left)
-            if most > 0 and not request.missing and request.may_draft:
-                pending = request.length - request.num_known
-                guesses, chances = request.propose(pending + most, price)
-                if len(guesses) > pending:
-                    gain = sum(chances[pending:]) - price * (len(guesses) - pending)
-                    found.append((gain, request, pending, guesses))
-                    left -= len(guesses) - pending
-        # The next plan waits for the tokens of all drafts at once, or each of their requests sits out while others are
-        # computed: see ``should_wait``.
-        least = self.costs.sitting_out(len(work))
-        sitting = [one for one in found if one[0] > least]
-        with_wait = sum(one[0] for one in found) - self._wait_cost(len(work))
-        if len(sitting) < len(work) and sum(one[0] - least for one in sitting) > max(with_wait, 0.0):
-            found = sitting
-        elif with_wait <= 0.0:
-            return {}
-        drafts: dict[Request, TokenArray] = {}
-        size = self.cache.config.chunk_tokens
-        for _, request, pending, guesses in found:
-            length = request.length
-            self.cache.extend(request.session, length + len(guesses) - pending, now, free_only=True)
-            pages = len(self.cache.page_table(request.session, length + len(guesses)))
-            tokens = np.array(guesses[: pending + pages * size - length], np.int32)
-            if len(tokens) > pending:
-                request.on_guessed(tokens)
-                drafts[request] = tokens[pending:]
-                self._draft_pages += pages - self.cache.chunks_for(length + 1)
-        return drafts
 
     # -- inside plan -------------------------------------------------------------------------------------------------
 

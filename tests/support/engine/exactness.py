@@ -256,7 +256,7 @@ def run_schedule(
     )
     if max_drafts:
         # Requests with drafts sit out steps, or the device waits.
-        engine._scheduler.sync_share = 1e6 if seed % 4 == 1 else 0.0
+        engine._scheduler.drafting.sync_share = 1e6 if seed % 4 == 1 else 0.0
     sizes = engine.stats()
     limit = min(LIMIT, engine._ready.context_limit)
     driver = Driver(engine, clock, rng, bench.oracle.verify, bench.vocabulary, limit)
