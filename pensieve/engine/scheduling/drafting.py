@@ -74,6 +74,8 @@ class Drafting:
         price = self.costs.price(len(requests))
         proposals: list[_Proposal] = []
         for request in requests:
+            if budget <= 0:
+                break
             most = min(request.most_drafts(self._context_limit), budget)
             if most > 0 and not request.missing and request.may_draft:
                 pending = request.length - request.num_known

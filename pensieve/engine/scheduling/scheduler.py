@@ -258,21 +258,23 @@ class Scheduler:
         if self.elastic is not None and plan.memory is not None:
             self.elastic.on_result(result.memory, now)
         tokens: list[OutputToken] = []
-        drafts = {span.request: span.tokens[-span.drafts :].tolist() for span in plan.spans if span.drafts}
-        rights: Counter[RequestKey] = Counter()
+        # The drafts of each request that were not accepted yet, the next one last.
+        drafts = {
+            span.request: span.tokens[: -span.drafts - 1 : -1].tolist() for span in plan.spans if span.drafts
+        }
         for sampled in result.sampled:
             request = self._running.get(sampled.request)
             if request is None or request.finished is not None:
                 continue  # it finished or was cancelled while this step ran
-            guesses = drafts.get(request.key)
-            if guesses is not None and request.num_known == request.length:
+            left = drafts.get(request.key)
+            if left is not None and request.num_known == request.length:
                 continue  # a draft before it was wrong
             request.on_sampled(sampled.token_id, now)
             finished = None
             if not request.guided:
                 finished = request.end_reason(sampled.token_id, self.context_limit, self.config.eos_token_ids)
-            if guesses and guesses[rights[request.key] :][:1] == [sampled.token_id]:
-                rights[request.key] += 1
+            if left and left[-1] == sampled.token_id:
+                left.pop()
                 self.cache.computed(request.session, *request.take_newest(), now)
                 self.queue.charge(request, 1)
                 if finished is None:
@@ -282,8 +284,10 @@ class Scheduler:
                 if not request.in_batch:  # suspended while its last token was being sampled
                     self._running.remove_waiting(request)
             tokens.append(OutputToken(sampled.request, sampled.token_id, sampled.logprob, finished))
-        for key, guesses in drafts.items():
-            self.drafting.end(self._running.get(key), rights[key], len(guesses))
+        for span in plan.spans:
+            if span.drafts:
+                accepted = span.drafts - len(drafts[span.request])
+                self.drafting.end(self._running.get(span.request), accepted, span.drafts)
         for request in list(self._running.requests):
             if request.restored is None and not request.waits_for_history:
                 request.history_present(now)
