@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -24,17 +23,6 @@ from pensieve.machine import usable_cores
 from pensieve.spawn import ServerProcess
 
 QUESTION = "Tell me the story of a lighthouse keeper, as long as you can."
-
-
-def engine_of(server: ServerProcess) -> int:
-    """Return the process id of a server's engine."""
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    (found,) = (
-        int(child)
-        for child in children
-        if b"engine.process.host" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
-    return found
 
 
 def resume(server: ServerProcess, tokens: int, more: int) -> tuple[dict[str, Any], str]:
@@ -49,7 +37,9 @@ def resume(server: ServerProcess, tokens: int, more: int) -> tuple[dict[str, Any
             if piece.restarted:
                 begun = now
             elif not killed and end >= tokens:
-                os.kill(engine_of(server), signal.SIGKILL)
+                engine = server.engine_pid
+                assert engine is not None
+                os.kill(engine, signal.SIGKILL)
                 killed = now
             elif begun and not row and end > seen:
                 steps = int(server.metric("pensieve_steps_total"))

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, NamedTuple, Self
 from urllib.request import urlopen
@@ -30,6 +31,8 @@ STOP_GRACE_S = 60.0
 NOT_STARTED = "the server did not start: "
 _COMPLAINT = "pensieve serve: "
 """Prefix of the command's own error message, which is its last output."""
+_ENGINE = b"pensieve.engine.process.host"
+"""The module that an engine's process runs."""
 
 
 class SpawnError(RuntimeError):
@@ -187,6 +190,13 @@ class ServerProcess:
         return self._process.pid
 
     @property
+    def engine_pid(self) -> int | None:
+        """Process id of the server's engine; None while it has none. Linux only."""
+        listed = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        children = map(int, listed.read_text().split() if self.running else ())
+        return next((child for child in children if _ENGINE in _command(child)), None)
+
+    @property
     def log(self) -> str:
         return "\n".join(self._log)
 
@@ -237,6 +247,14 @@ class ServerProcess:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._log.append(line.rstrip("\n"))
+
+
+def _command(pid: int) -> bytes:
+    """Return the command line of a process; empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def _environment() -> dict[str, str]:

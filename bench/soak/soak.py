@@ -135,12 +135,12 @@ class Soak:
     async def sample(self, server: ServerProcess, began: float) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S)
-            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-            engine = sum(resident_bytes(int(child)) for child in children)
-            used = sum(cpu_seconds(process) for process in (server.pid, *map(int, children)))
+            engine = server.engine_pid
+            processes = [server.pid] if engine is None else [server.pid, engine]
+            resident = [resident_bytes(process) / MIB for process in processes]
             self.samples.append(Sample(
-                time.monotonic() - began, self.turns, self.output_tokens, resident_bytes(server.pid) / MIB,
-                engine / MIB, used, self.context_tokens, self.begun >= self.open_sessions,
+                time.monotonic() - began, self.turns, self.output_tokens, resident[0], sum(resident[1:]),
+                sum(map(cpu_seconds, processes)), self.context_tokens, self.begun >= self.open_sessions,
             ))  # fmt: skip
             if len(self.samples) % 12 == 0:
                 print(f"{self.samples[-1]} {dict(self.errors)}", file=sys.stderr, flush=True)

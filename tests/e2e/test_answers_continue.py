@@ -8,7 +8,6 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx2 as httpx
 import msgspec
@@ -20,7 +19,6 @@ from pensieve.client import AsyncSession
 from pensieve.http.common.requests import request_id_for, seed_for
 from pensieve.spawn import ServerProcess
 from support.lengths import LONG, at_length
-from support.processes import children
 
 pytestmark = pytest.mark.timeout(900)
 ANSWERS = at_length(6, 200)
@@ -117,16 +115,6 @@ async def ask_all(
 async def nothing() -> None: ...
 
 
-def engine_of(server: ServerProcess) -> int:
-    """Process id of the engine, which is not the server's only child."""
-    (found,) = (
-        pid
-        for pid in children(server.pid)
-        if b"pensieve.engine.process.host" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-    return found
-
-
 @pytest.mark.fault(27)
 def test_all_answers_go_on_when_their_engine_is_killed() -> None:
     answers = [Answer(question(number)) for number in range(ANSWERS)]
@@ -135,7 +123,9 @@ def test_all_answers_go_on_when_their_engine_is_killed() -> None:
         async def kill() -> None:
             while all(len(answer.text) < SHOWN for answer in answers):
                 await asyncio.sleep(0.01)
-            os.kill(engine_of(server), signal.SIGKILL)
+            engine = server.engine_pid
+            assert engine is not None
+            os.kill(engine, signal.SIGKILL)
             for answer in answers:
                 answer.cut = None if answer.ended else len(answer.text)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from pensieve import own_server, spawn
 from pensieve.spawn import ServerProcess, SpawnError, serving, wait_addresses
+from support.processes import children, until
 
 DEMO = ("--model", "demo", "--store", "memory:")
 
@@ -34,6 +37,16 @@ def test_a_server_that_is_not_ready_yet_is_killed() -> None:
     with ServerProcess(*DEMO, wait=False) as server:
         assert server.running and not server.ready
     assert not server.running
+
+
+def test_the_engine_of_a_server_is_found_again_after_its_death() -> None:
+    """A door for HTTP is another child of the server."""
+    with ServerProcess(*DEMO, "--http", "127.0.0.1:0") as server:
+        engine, before = server.engine_pid, children(server.pid)
+        assert engine is not None and len(before) > 1
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: server.engine_pid not in (None, *before), "no other engine")
+    assert server.engine_pid is None
 
 
 def test_when_one_of_several_servers_fails_all_of_them_end(monkeypatch: pytest.MonkeyPatch) -> None:
