@@ -19,7 +19,14 @@ import msgspec
 from pensieve.core import CandidateChoice, Phase, Role, pack_tokens
 from pensieve.debug import async_failpoint
 from pensieve.engine.messages import Submit
-from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
+from pensieve.errors import (
+    DataLoss,
+    NotFound,
+    PensieveError,
+    ResourceExhausted,
+    TurnFenced,
+    Unavailable,
+)
 from pensieve.server import ids
 from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
@@ -54,11 +61,13 @@ log = logging.getLogger(__name__)
 
 
 MOST_GIVEN: Final = 256
-"""Turns whose tokens are kept after an engine's death."""
+"""Turns whose tokens are kept for another attempt. Some callers never make one."""
+_TRIED_AGAIN: Final = (Unavailable, ResourceExhausted, TurnFenced)
+"""Errors of an attempt after which callers make another. Not ``Internal``: drafts may be what the engine failed of."""
 
 
 class TurnRunner:
-    """One runner serves all turns. Of a turn it holds the lease, and after an engine's death the tokens so far."""
+    """One runner serves all turns. Of a turn it holds the lease, and between two attempts the tokens so far."""
 
     def __init__(
         self,
@@ -76,7 +85,7 @@ class TurnRunner:
         self._settings = settings
         self._checker = checker
         self._given: dict[tuple[Key, str], Sequence[int]] = {}
-        """Tokens of turns whose engine died, until they are tried again; the oldest first."""
+        """Tokens of turns that were lost with their engine, or not committed, until the turn ends; the oldest first."""
         self._leases = LeaseKeeper(self._store, settings.lease_s)
         self._releaser = LeaseReleaser(self._store, settings.lease_s)
 
@@ -218,16 +227,11 @@ class TurnRunner:
             predicted=pack_tokens(await self._predicted(run)),
             origin=f"{session}/{spec.request_id}",
         )
-        try:
-            await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
-        except Unavailable:
-            self._remember_given(run)
-            raise
-        self._given.pop((run.key, spec.request_id), None)
+        await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
     async def _predicted(self, run: TurnRun) -> Sequence[int]:
-        """Return drafts for the answer: the tokens that an engine gave before it died, or the caller's prediction."""
+        """Return drafts for the answer: the tokens that an attempt before was given, or the caller's prediction."""
         given = self._given.get((run.key, run.spec.request_id), ())
         if not self._link.info.speculates:
             return ()
@@ -235,15 +239,21 @@ class TurnRunner:
             given = await self._renderer.for_tenant(run.key.tenant).predicted_tokens(run.spec.prediction)
         return [token for token in given if token < self._link.info.vocab_size]
 
-    def _remember_given(self, run: TurnRun) -> None:
-        """Keep the tokens of a turn whose engine has died for the next attempt, which starts from the same seed. An
-        attempt that came before the next engine was ready has fewer than are known, or none."""
+    def on_attempt_ended(self, run: TurnRun, outcome: TurnView | PensieveError) -> None:
+        """Keep the tokens of an attempt for the next one, which starts from the same seed, or forget them if the turn
+        has ended. An attempt that came before the next engine was ready has fewer than are known, or none."""
         name = run.key, run.spec.request_id
         known, tokens = self._given.pop(name, ()), run.buffer.outputs[0].tokens if run.buffer.outputs else ()
-        if known or tokens:
+        if (known or tokens) and isinstance(outcome, _TRIED_AGAIN) and not run.cancelled_by_caller:
             self._given[name] = max(known, tuple(tokens), key=len)
             if len(self._given) > MOST_GIVEN:
                 del self._given[next(iter(self._given))]
+
+    def forget_turns(self, key: Key, request_id: str | None = None) -> None:
+        """Forget the tokens of a turn that is cancelled, perhaps between two attempts. None: of all turns of a session,
+        which is deleted."""
+        for name in [one for one in self._given if one[0] == key and request_id in (None, one[1])]:
+            del self._given[name]
 
     async def _with_turn_frame(self, run: TurnRun, base: History) -> History | None:
         """``base`` as it would be with the turn's own system prompt and tools; None if the turn changes neither."""
