@@ -258,10 +258,9 @@ class Scheduler:
         if self.elastic is not None and plan.memory is not None:
             self.elastic.on_result(result.memory, now)
         tokens: list[OutputToken] = []
+        drafted = [span for span in plan.spans if span.drafts]
         # The drafts of each request that were not accepted yet, the next one last.
-        drafts = {
-            span.request: span.tokens[: -span.drafts - 1 : -1].tolist() for span in plan.spans if span.drafts
-        }
+        drafts = {span.request: span.tokens[: -span.drafts - 1 : -1].tolist() for span in drafted}
         for sampled in result.sampled:
             request = self._running.get(sampled.request)
             if request is None or request.finished is not None:
@@ -284,10 +283,9 @@ class Scheduler:
                 if not request.in_batch:  # suspended while its last token was being sampled
                     self._running.remove_waiting(request)
             tokens.append(OutputToken(sampled.request, sampled.token_id, sampled.logprob, finished))
-        for span in plan.spans:
-            if span.drafts:
-                accepted = span.drafts - len(drafts[span.request])
-                self.drafting.end(self._running.get(span.request), accepted, span.drafts)
+        for span in drafted:
+            accepted = span.drafts - len(drafts[span.request])
+            self.drafting.end(self._running.get(span.request), accepted, span.drafts)
         for request in list(self._running.requests):
             if request.restored is None and not request.waits_for_history:
                 request.history_present(now)
