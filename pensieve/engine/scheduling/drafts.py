@@ -247,5 +247,5 @@ class StepCosts:
 
     def lost_share(self, expected: float) -> float:
         """Return the part of a step that is lost by a wait. ``expected``: the answer at the start, and after many steps
-        without a wait, so that drafts are tried now and then."""
+        without a wait, so that drafts are tried now and then. It is no time: waits grow with the batch, as steps do."""
         return (_EXPECTED_WAITS * expected + self._lost) / (_EXPECTED_WAITS + self._waits)
