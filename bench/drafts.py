@@ -205,6 +205,8 @@ class VirtualDevice:
     """Seconds of the device for a step without requests."""
     request_s: float
     draft_s: float
+    first_draft_s: float
+    """More for a step with drafts, however many."""
     free_at: float = 0.0
     """When the device will have done all that was launched."""
 
@@ -212,9 +214,9 @@ class VirtualDevice:
         self.clock.now += self.host_s
         begin, before = max(self.clock.now, self.free_at), self.free_at
         requests = len(plan.spans)
-        self.free_at = (
-            begin + self.step_s + self.request_s * requests + self.draft_s * (plan.num_tokens - requests)
-        )
+        drafts = plan.num_tokens - requests
+        seconds = self.step_s + self.request_s * requests + self.draft_s * drafts
+        self.free_at = begin + seconds + self.first_draft_s * (drafts > 0)
         timings = {"device": self.free_at - begin, "gap": begin - before}
         return LaunchedStep(self.clock, self.free_at, StepResult(timings=timings))
 
@@ -250,7 +252,7 @@ class TimedScheduler(Scheduler):
         return plan
 
 
-def virtual_engine(batch: int, host_s: float, device_s: tuple[float, float, float]) -> tuple[Engine, Clock]:
+def virtual_engine(batch: int, host_s: float, device_s: tuple[float, ...]) -> tuple[Engine, Clock]:
     """Return an engine over a ``VirtualDevice``, which has room for all that it is given. ``device_s``: seconds of a
     step, and more for each request and each draft."""
     clock = Clock()
@@ -269,7 +271,7 @@ def virtual_engine(batch: int, host_s: float, device_s: tuple[float, float, floa
 
 
 def virtual_row(
-    turns: Sequence[Turn], batch: int, host_s: float, device_s: tuple[float, float, float], count: int
+    turns: Sequence[Turn], batch: int, host_s: float, device_s: tuple[float, ...], count: int
 ) -> dict[str, Any]:
     """Return what drafts gain an engine whose host takes ``host_s`` to launch a step. Its scheduler is the real one."""
     engine, clock = virtual_engine(batch, host_s, device_s)
@@ -388,8 +390,8 @@ def engine_rows(
 @click.option("--price", "prices", multiple=True, type=float, default=(0.02, 0.1, 0.2))
 @click.option("--host-ms", "hosts", multiple=True, type=float, help="Also run the scheduler over a device that takes "
               "--device-ms, with a host that takes so long to launch a step, with each batch.")  # fmt: skip
-@click.option("--device-ms", nargs=3, type=float, default=(6.7, 0.04, 0.012), help="Of a step, and more for each "
-              "request and each draft.")  # fmt: skip
+@click.option("--device-ms", nargs=4, type=float, default=(6.7, 0.04, 0.012, 0.0), help="Of a step, and more for "
+              "each request, for each draft, and for a step with any.")  # fmt: skip
 @click.option("--shape", default="", help="Also measure an engine of this shape.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8))
@@ -398,7 +400,7 @@ def engine_rows(
 @click.option("--repeats", default=2, help="Measurements of each kind.")
 def main(
     dataset: Path, tokenizer: Path | None, save: Path | None, turns: int, prices: tuple[float, ...],
-    hosts: tuple[float, ...], device_ms: tuple[float, float, float], shape: str, device: str, batches: tuple[int, ...],
+    hosts: tuple[float, ...], device_ms: tuple[float, ...], shape: str, device: str, batches: tuple[int, ...],
     want: int, context: int, repeats: int,
 ) -> None:  # fmt: skip
     """Measure drafts on real answers."""
@@ -414,8 +416,7 @@ def main(
         click.echo(row, err=True)
     long_enough = [turn for turn in found if len(turn[1]) >= 16]
     long_enough = long_enough[:: max(1, len(long_enough) // 384)]
-    base, request, draft = device_ms
-    device_s = base / 1e3, request / 1e3, draft / 1e3
+    device_s = tuple(part / 1e3 for part in device_ms)
     for batch, host in itertools.product(batches if hosts else (), hosts):
         row = virtual_row(long_enough, batch, host / 1e3, device_s, answers_for(batch))
         report["simulated"].append(row)

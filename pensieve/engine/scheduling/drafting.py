@@ -65,7 +65,7 @@ class Drafting:
         """Return drafts for those of a plan's ``requests`` whose next token it chooses. They take what the plan leaves
         over: ``budget`` tokens, and free pages."""
         self.requests = self.pages = 0
-        if not self.most:
+        if not self.most or self.costs.should_compare:
             return {}
         proposals = self._propose(requests, min(budget, self.most))
         return self._reserve(self._worthwhile(proposals, len(requests)), now) if proposals else {}
@@ -89,13 +89,14 @@ class Drafting:
 
     def _worthwhile(self, proposals: list[_Proposal], running: int) -> list[_Proposal]:
         """Return the proposals to take in a step of ``running`` requests. If some requests are to sit out the next
-        step, each must gain more than that costs; if the device is to wait, all together must."""
-        least = self.costs.sitting_out(running)
+        step, each must gain more than that costs; if the device is to wait, all together must. Either way they must
+        gain what the first draft of a step costs."""
+        least, first = self.costs.sitting_out(running), self.costs.first_draft(running)
         sitting = [one for one in proposals if one.gain > least]
         with_wait = sum(one.gain for one in proposals) - self._wait_cost(running)
-        if len(sitting) < running and sum(one.gain - least for one in sitting) > max(with_wait, 0.0):
+        if len(sitting) < running and sum(one.gain - least for one in sitting) > max(with_wait, first):
             return sitting
-        return proposals if with_wait > 0.0 else []
+        return proposals if with_wait > first else []
 
     def _reserve(self, proposals: list[_Proposal], now: float) -> dict[Request, TokenArray]:
         """Return as many drafts of each proposal as there are free pages for."""

@@ -59,6 +59,10 @@ _BUCKETS: Final = (0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5)
 _PREDICTED: Final = 6
 """Bucket of the odds while the answer follows a prediction: most callers know why they predict."""
 _DECAY: Final = 0.98
+_ADDED: Final = 1e-6, 1e-6, 1e-6, 1e-4
+"""Shares of the diagonal that are added to it. What could be the price of drafts or of the first one is the price."""
+COMPARED_AFTER: Final = 250
+"""Steps with drafts until one without them shows again what it takes."""
 _WAIT_DECAY: Final = 0.998
 """The cost of a wait is forgotten more slowly: few steps show it, and each trial costs as much."""
 _EXPECTED_WAITS: Final = 0.2
@@ -195,53 +199,70 @@ def _pair(first: int, second: int) -> int:
 class StepCosts:
     """The costs of steps that only decode, learnt from the engine's own steps.
 
-    *seconds = a + b × requests + c × drafts*, by least squares: another request reads another history, another draft
-    does not. Steps with drafts and steps without are forgotten apart, so that neither kind forgets what only the other
-    one shows.
+    *seconds = a + b × requests + c × drafts, and d more with any drafts*, by least squares. Another request reads
+    another history, another draft does not. A step with drafts may take another graph and other attention tiles.
+    Steps with drafts and steps without are forgotten apart, each kind when newer ones of it replace them, so that
+    neither forgets what only the other one shows.
     """
 
     def __init__(self) -> None:
-        self._sums = {False: np.zeros((4, 4)), True: np.zeros((4, 4))}
-        """Sums of products of (1, requests, drafts, seconds), by whether the step had drafts."""
+        self._sums = {False: np.zeros((5, 5)), True: np.zeros((5, 5))}
+        """Sums of products of (1, requests, drafts, any drafts, seconds), by whether the step had drafts."""
+        self._since = {False: 0, True: 0}
+        """Steps since the latest of each kind."""
         self._lost = self._waits = 0.0
         """Sum of the parts of a step that the device waited, and number of such waits."""
-        self._fit: tuple[float, float, float] | None = None
-        """The latest a, b and c; None: no step had drafts."""
+        self._fit: tuple[float, float, float, float] | None = None
+        """The latest a, b, c and d; None: no step had drafts."""
 
     def on_step(self, requests: int, drafts: int, seconds: float, idle: float | None = None) -> None:
         """Take in a step. ``seconds``: how long the device computed. ``idle``: how long it had waited for the step,
         because this was planned when the tokens of the one before were known; None: it was not."""
-        sums, values = self._sums[drafts > 0], np.array((1.0, requests, drafts, seconds))
-        sums *= _DECAY
+        kind = drafts > 0
+        sums, values = self._sums[kind], np.array((1.0, requests, drafts, kind, seconds))
+        self._since = {each: since + 1 for each, since in self._since.items()}
+        sums *= _DECAY ** self._since[kind]
         sums += np.outer(values, values)
+        self._since[kind] = 0
         self._waits = self._waits * _WAIT_DECAY + (idle is not None)
         self._lost *= _WAIT_DECAY
         if idle is not None and seconds > 0.0:
             self._lost += min(idle / seconds, 1.0)
         sums = self._sums[False] + self._sums[True]
-        products, results = sums[:3, :3], sums[:3, 3]
-        if products[2, 2] > 0.0:
+        products, results = sums[:4, :4], sums[:4, 4]
+        if products[3, 3] > 0.0:
             # A little is added to the diagonal: with one number of requests, or of drafts, many solutions fit.
-            self._fit = tuple(
-                np.linalg.solve(products + np.diag(1e-6 * products.diagonal() + 1e-9), results).tolist()
-            )
+            added = np.array(_ADDED) * products.diagonal() + 1e-9
+            self._fit = tuple(np.linalg.solve(products + np.diag(added), results).tolist())
+
+    @property
+    def should_compare(self) -> bool:
+        """Whether the next step should have no drafts, since what one takes without them was seen too long ago."""
+        return self._since[False] >= COMPARED_AFTER
 
     def price(self, requests: int) -> float:
         """Return the least chance that a draft must have in a step of ``requests`` requests: (seconds per draft) ÷
         (step seconds ÷ requests). 0 while the costs are unknown: trying teaches them."""
-        if self._fit is None:
-            return 0.0
-        base, per_request, per_draft = self._fit
-        seconds = base + per_request * requests
-        price = per_draft * requests / seconds if seconds > 0.0 else 0.0
-        return max(price, 0.0) if math.isfinite(price) else 0.0
+        return 0.0 if self._fit is None else self._in_tokens(self._fit[2], requests)
+
+    def first_draft(self, requests: int) -> float:
+        """Return how many tokens a step of ``requests`` requests loses by having any drafts, beside their price."""
+        return 0.0 if self._fit is None else self._in_tokens(self._fit[3], requests)
+
+    def _in_tokens(self, seconds: float, requests: int) -> float:
+        """Return how many tokens ``requests`` requests get in ``seconds`` of steps without drafts."""
+        assert self._fit is not None
+        base, per_request, *_ = self._fit
+        step = base + per_request * requests
+        tokens = seconds * requests / step if step > 0.0 else 0.0
+        return max(tokens, 0.0) if math.isfinite(tokens) else 0.0
 
     def sitting_out(self, requests: int) -> float:
         """Return how many tokens are lost when one of ``requests`` requests sits out a step: its own, less what the
         others gain since the step is shorter. 1 while the costs are unknown."""
         if self._fit is None:
             return 1.0
-        base, per_request, _ = self._fit
+        base, per_request, *_ = self._fit
         seconds = base + per_request * requests
         return min(max(base / seconds, 0.0), 1.0) if seconds > 0.0 else 1.0
 
