@@ -46,14 +46,17 @@ def capacity_for(
     tiles = geometry.tiles
     groups, rows = geometry.groups, max_tokens * geometry.groups
     narrow_tile, wide_tile, at_once = kind.narrow_tile(tiles), tiles.wide, kind.merged_rows
-    narrow_blocks = wide_blocks = 0
+    narrow_blocks = usual_blocks = wide_blocks = 0
     narrow = wide = PieceBounds(0, 0, 0)
     if kind.has_narrow:
-        spans = narrow_blocks = min(max_spans, max_tokens)
-        if kind is StepKind.FEW and not wide_tile.hopper:
+        spans = narrow_blocks = usual_blocks = min(max_spans, max_tokens)
+        if not kind.has_wide:  # padding, for few spans or many
+            usual_blocks = max(n - (n - max_tokens) * groups // narrow_tile.rows for n in (0, spans))
+            narrow_blocks = usual_blocks
+        if kind is StepKind.NARROW or (kind is StepKind.FEW and not wide_tile.hopper):
             narrow_blocks = _max_blocks(spans + 1, rows, narrow_tile)
-        elif not kind.has_wide:  # padding, for few spans or many
-            narrow_blocks = max(n - (n - max_tokens) * groups // narrow_tile.rows for n in (0, spans))
+        if kind is StepKind.FEW:
+            usual_blocks = narrow_blocks
         keys = _max_keys(max_context, window, narrow_tile, geometry)
         bounds = max_fixed_pieces if geometry.piece else max_narrow_pieces
         narrow = bounds(narrow_blocks, keys, narrow_tile, geometry)
@@ -74,7 +77,8 @@ def capacity_for(
         merges += max_spans * -(-narrow_tile.rows // at_once)
         held += GROUP_LAYERS * min(max_spans, max_tokens) * groups
     programs, most = math.floor(programs_per_head(narrow_tile, geometry)), narrow_blocks + narrow.extra_items
-    launched = programs if narrow_blocks < FEW_BLOCKS_SHARE * programs else narrow_blocks + programs
+    # A narrow step seldom splits spans: the programs of its usual blocks share the others.
+    launched = programs if usual_blocks < FEW_BLOCKS_SHARE * programs else usual_blocks + programs
     copies = 0
     if geometry.copied_page and kind.has_wide:
         copies = min(most_copies(geometry), spans * -(-max_context // geometry.copied_page))

@@ -124,12 +124,7 @@ def wide_counts(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
 def split_by_width(spans: Spans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tuple[Spans, Spans]:
     """Split the spans into those of the narrow and those of the wide list."""
     if not kind.has_wide:
-        many = (
-            not len(spans)
-            or int(spans[:, Q_LEN].max()) * geometry.groups <= narrow.rows
-            or kind is StepKind.FEW
-        )
-        return (spans, spans[:0]) if many else (spans[:0], spans)
+        return spans, spans[:0]
     if not kind.has_narrow:
         return spans[:0], spans
     large = is_wide(spans, geometry, narrow)

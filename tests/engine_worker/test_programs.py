@@ -88,6 +88,19 @@ def test_spans_that_read_together_get_a_program_for_that() -> None:
     assert alone.size.kind is StepKind.NARROW
 
 
+@pytest.mark.parametrize(("drafts", "kind", "tokens"), [(2, StepKind.NARROW, 96), (3, StepKind.FEW, 128)])
+def test_more_drafts_than_narrow_graphs_hold_take_another_graph(
+    drafts: int, kind: StepKind, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of narrow steps hold half as many tokens again as requests run."""
+    made = programs(INFO)
+    monkeypatch.setattr(made, "_program", lambda *key: key)
+    tables = tuple(np.array([row, 100 + row], np.int32) for row in range(32))
+    spans = tuple(Span(RequestKey(row), 20, np.zeros(1 + drafts, np.int32), row) for row in range(32))
+    monkeypatch.setattr(made, "_graphs", True)
+    assert made._graph_for(make_cuda_batch(Plan(1, spans, tables), 32, {})) == (kind, tokens)
+
+
 def test_without_room_for_copies_wide_items_read_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     coded = replace(GEOMETRY, coded=True, copied_page=32, hopper=True)
     monkeypatch.setattr(capacity, "COPIED_BYTES", 4 * 2 * 2 * 32 * 16 * 2)

@@ -98,13 +98,21 @@ def test_capacities_are_tight_where_graphs_live() -> None:
         ([], 50, StepKind.NARROW), ([0, 0], 50, StepKind.NARROW), ([1, 4, 0], 50, StepKind.NARROW),
         ([1, 5], 50, StepKind.FEW), ([16, 0], 50, StepKind.FEW), ([17], 50, StepKind.FEW),
         ([8] * 30, 1000, StepKind.SHORT), ([8] * 26, 1000, StepKind.FEW),
-        ([8] * 40, 1000, StepKind.FEW), ([8] * 30, 2000, StepKind.FEW), ([1] * 29 + [8], 1000, StepKind.SHORT),
+        ([8] * 40, 1000, StepKind.FEW), ([8] * 30, 2000, StepKind.FEW), ([1] * 20 + [8] * 10, 1000, StepKind.SHORT),
+        ([1] * 29 + [8], 1000, StepKind.NARROW), ([1] * 29 + [64], 1000, StepKind.MIXED),
+        ([1] * 99 + [64], 1000, StepKind.NARROW), ([1] * 99 + [65], 1000, StepKind.MIXED),
         ([8] * 29 + [9], 1000, StepKind.FEW), ([1024], 50, StepKind.WIDE), ([1024, 1], 50, StepKind.MIXED),
         ([16] * 2000, 50, StepKind.FEW), ([1, 17], 50, StepKind.MIXED),
     ],
 )  # fmt: skip
 def test_kinds(lengths: list[int], context: int, kind: StepKind) -> None:
     assert classify(spans_of(lengths, [context] * len(lengths)), LLAMA) is kind
+
+
+def test_long_contexts_are_not_read_again_by_many_blocks() -> None:
+    lengths, long, short = [1] * 19 + [17], [100] * 19 + [9000], [9000] * 19 + [100]
+    assert classify(spans_of(lengths, short), LLAMA) is StepKind.NARROW
+    assert classify(spans_of(lengths, long), LLAMA) is StepKind.MIXED
 
 
 def test_all_wide_blocks_go_to_a_hopper_device() -> None:
@@ -166,11 +174,9 @@ def test_memory_that_does_not_fit_is_refused() -> None:
     assert plan(scratch=Scratch(64, LLAMA, CPU)).scratch.partial.shape == (640, 128)
 
 
-def test_a_plan_refuses_what_its_graph_has_no_launch_for() -> None:
-    plan = AttentionPlan(
-        64, LLAMA, CPU, kind=StepKind.NARROW, capacity=capacity_for(StepKind.NARROW, 64, 64, 4096, LLAMA)
-    )
-    with pytest.raises(ValueError, match="needs wide"):
+def test_a_plan_refuses_what_its_graph_has_no_room_for() -> None:
+    for kind in (StepKind.NARROW, StepKind.WIDE):
+        plan = AttentionPlan(64, LLAMA, CPU, kind=kind, capacity=capacity_for(kind, 64, 64, 4096, LLAMA))
         plan.pack(spans_of([1, 30], [9, 900]))
-    with pytest.raises(ValueError, match="needs narrow"):
-        plan.pack(spans_of([1] * 200, [4096] * 200))
+        with pytest.raises(ValueError, match=f"needs {kind.value}"):
+            plan.pack(spans_of([1] * 200, [4096] * 200))

@@ -44,7 +44,11 @@ def buckets(kind: StepKind, max_tokens: int, max_running: int, *, short: bool = 
     """Return the tokens of the graphs of a kind, ascending. ``short``: steps take the device less time than launching
     takes the host."""
     if kind is StepKind.NARROW:
-        return _rising_sizes(min(max_running, max_tokens), ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
+        most = min(max_running, max_tokens)
+        # With drafts, steps have more tokens than requests.
+        drafted = _rising_sizes(min(most + most // 2, max_tokens), ((8, 256), (16, 1 << 30)))
+        decodes = _rising_sizes(most, ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
+        return decodes + [size for size in drafted if size > most]
     # Decodes beside turns of a few tokens: common on a busy server.
     if kind in (StepKind.SHORT, StepKind.FEW):
         return _rising_sizes(min(max(2 * max_running, 512), max_tokens), ((8, 64), (16, 256), (32, 1 << 30)))
@@ -146,6 +150,8 @@ class Programs:
         if batch.chains is not None and int(batch.chains[:, ROWS].max()) >= LONG:
             return None  # long chains are computed by blocks, in launches that depend on them
         kind = _kind(batch, self.shared.geometry)
+        if kind is StepKind.NARROW and len(batch.tokens) > self._buckets[kind][-1]:
+            kind = classify(batch.spans, self.shared.geometry, narrow=False)
         sizes = self._buckets[kind]
         at = bisect.bisect_left(sizes, len(batch.tokens))
         return self._program(kind, sizes[at]) if at < len(sizes) else None

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention.kinds import StepKind
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.attention.tiles import Tile, TileSet
 from pensieve.kernels.ragged_paged_attention import attend
@@ -84,6 +85,15 @@ def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page", some([1, 3, 8, 16, 32, 64, 256], 3))
 def test_page_sizes(page: int) -> None:
     check(make_case(MIX, heads=2, kv_heads=1, page=page))
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_longer_spans_among_decodes(window: int | None) -> None:
+    """They are split in blocks of the narrow tile."""
+    spans = [(row, 60 + row, 1) for row in range(9)] + [(9, 3, 12), (10, 8, 5)]
+    case = make_case(spans, heads=4, kv_heads=2, window=window)
+    for processors in (4, 400):
+        assert check(case, processors).kind is StepKind.NARROW
 
 
 @pytest.mark.parametrize("processors", some([1, 2, 3, 7, 16, 400], 3))
