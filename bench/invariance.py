@@ -290,7 +290,7 @@ def main(
         )  # fmt: skip
         arch = load_arch(path)
         weights = load_weights(path, arch, dtype=torch.bfloat16, device="cuda", load_format="dummy")
-        model = Transformer(arch, weights, triton_ops())
+        model = Transformer(arch, weights, triton_ops(invariant=True))
         report: dict[str, Any] = {"schema": "pensieve.invariance/1", "shape": shape}
         lines: list[str] = []
         workers = {}

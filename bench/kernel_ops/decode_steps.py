@@ -53,6 +53,13 @@ class AddedByProduct(Transformer):
         return x, self.ops.norm(x, norm.weight, norm.bias, self.arch.norm_eps)
 
 
+class LibraryRow(Transformer):
+    """Products of one row are those of the library, like those of more rows."""
+
+    def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        return torch.nn.functional.linear(x, linear.weight, linear.bias)
+
+
 def in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
     """``x`` [B, K] times ``weight`` [N, K] transposed as that many products over a part of K each, [parts, B, N]."""
     (rows, inner), width = x.shape, len(weight)
@@ -131,6 +138,7 @@ WAYS = {
     NOW: Way(),
     "no merge (wrong)": Way(without_merge, right=False),
     **{name: Way(setting) for name, setting in PRODUCTS.items()},
+    "torch's row": Way(model=LibraryRow),
     "residual in product": Way(model=AddedByProduct),
     "2 parts, sum in norm": Way(model=InParts),
     "4 parts, sum in norm": Way(model=InFourParts),

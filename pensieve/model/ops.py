@@ -99,13 +99,16 @@ INVARIANT_OPS = DecoderOps(
 """Operations on a CPU whose results for a token do not depend on the rest of the step, to the bit."""
 
 
-def triton_ops() -> DecoderOps:
-    """Return fused kernels for a GPU. Raises ImportError without Triton."""
+def triton_ops(*, invariant: bool = False) -> DecoderOps:
+    """Return fused kernels for a GPU. ``invariant``: every product by the same library, whatever its rows. Raises
+    ImportError without Triton."""
     from pensieve.kernels.activation import activate
     from pensieve.kernels.expert_rows import combine_rows, group_rows, pick_experts
     from pensieve.kernels.fp8_product import scaled_linear
     from pensieve.kernels.grouped_product import clamped_glu, grouped_product
     from pensieve.kernels.norm import add_norm, norm
+    from pensieve.kernels.row_product import linear
 
     experts = ExpertOps(pick_experts, group_rows, grouped_product, clamped_glu, combine_rows)
-    return DecoderOps(norm, add_norm, activate, experts, scaled_linear=scaled_linear)
+    product = F.linear if invariant else linear
+    return DecoderOps(norm, add_norm, activate, experts, product, scaled_linear)

@@ -12,7 +12,7 @@ from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
-from support.kernels.decoder_cases import check_activation, check_heads, check_norm, head_case
+from support.kernels.decoder_cases import check_activation, check_heads, check_norm, check_product, head_case
 from support.kernels.decoder_models import SHAPES, Shape, heads_only, random_weights, small_arch
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +34,13 @@ def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
                     slot_type=slots, device="cuda",
                 )
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("size", [(5120, 7680), (13824, 5120), (4096, 128_256), (576, 1536), (100, 50_257)])
+def test_the_product_of_one_row(size: tuple[int, int], dtype: torch.dtype) -> None:
+    for bias in (False, True):
+        check_product(1, *size, bias=bias, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

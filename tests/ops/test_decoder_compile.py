@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import triton
 
-from pensieve.kernels import activation, fp8_product, kv_write, norm
+from pensieve.kernels import activation, fp8_product, kv_write, norm, row_product
 from pensieve.kernels.arguments import Activation
 from support.kernels.compiled_kernels import CUOBJDUMP, Binary, build
 
@@ -72,6 +72,17 @@ def test_activations(block: int, kind: Activation) -> None:
         binary = build(activation._activate, TYPES, fixed, activation.options(block))
         fits(binary, activation._activate)
         assert accesses(binary) == {"ld.global.v4.b32": 2, "st.global.v4.b32": 1}
+
+
+@pytest.mark.parametrize("width", [4096, 5120, 13824, 5120 + 8])
+def test_the_product_of_one_row(width: int) -> None:
+    fixed = row_product.constants(5120, width, bias=False)
+    binary = build(row_product._row_product, TYPES, fixed, row_product.options(width))
+    assert binary.stack == 0
+    # Each thread reads 8 pieces of weights and one of the row at a time, and once more at the end of the row.
+    times = 2 if width % row_product.BLOCK else 1
+    wide = re.findall(r"ld\.global\S*\.v4\.b32", binary.ptx)
+    assert (wide.count("ld.global.v4.b32"), len(wide)) == (times, 9 * times)
 
 
 @pytest.mark.parametrize("width", [4096, 5120, 13824, 28672])

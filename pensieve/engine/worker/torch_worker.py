@@ -244,7 +244,13 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
     )
     arch = shard.arch(whole)
     on_gpu = place.device == "cuda"
-    ops = triton_ops() if on_gpu else INVARIANT_OPS if options.invariant else TORCH_OPS
+    ops = (
+        triton_ops(invariant=options.invariant)
+        if on_gpu
+        else INVARIANT_OPS
+        if options.invariant
+        else TORCH_OPS
+    )
     if options.invariant and on_gpu:
         invariance.use_plain_products()
         weights = invariance.with_even_head(weights)

@@ -97,7 +97,7 @@ class Bench:
         if invariant and device == "cuda":
             loaded = with_even_head(loaded)
         ops = INVARIANT_OPS if invariant else TORCH_OPS
-        self.model = Transformer(arch, loaded, triton_ops() if device == "cuda" else ops)
+        self.model = Transformer(arch, loaded, triton_ops(invariant=invariant) if device == "cuda" else ops)
         self.vocabulary = arch.vocab_size
 
     @property

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from pensieve.kernels import reference
 from pensieve.kernels.activation import activate
 from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
+from pensieve.kernels.row_product import linear
 from pensieve.kernels.sum_norm import sum_add_norm
 from support.kernels.attention_cases import relative_error
 
@@ -98,6 +100,24 @@ def check_heads(case: HeadCase) -> None:
         close(got, want)
         close(pool[:, 0].nan_to_num(7.0), want_pool[:, 0].nan_to_num(7.0))
         assert torch.equal(pool[:, 1].nan_to_num(7.0).double(), want_pool[:, 1].nan_to_num(7.0))
+
+
+def check_product(
+    rows: int, width: int, height: int, *, bias: bool, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Against float64, to one rounding; the matrix is part of a wider one whose rest is NaN."""
+    generator = torch.Generator(device).manual_seed(width)
+    x = torch.randn(rows, width, generator=generator, device=device).to(dtype)
+    around = torch.full((height, width + 8), torch.nan, dtype=dtype, device=device)
+    weight = around[:, :width]
+    weight.copy_(torch.randn(height, width, generator=generator, device=device))
+    added = torch.randn(height, generator=generator, device=device).to(dtype) if bias else None
+    got = linear(x, weight, added)
+    want = F.linear(x.double(), weight.double(), None if added is None else added.double())
+    # Terms that cancel leave the rounding of larger ones.
+    size = F.linear(x.double().abs(), weight.double().abs())
+    limit = torch.finfo(dtype).eps * want.abs() + 1e-6 * size
+    assert got.dtype == dtype and bool(((got.double() - want).abs() <= limit).all())
 
 
 def check_norm(

@@ -21,10 +21,18 @@ from pensieve.kernels.activation import activate
 from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
+from pensieve.kernels.row_product import BLOCK, ROWS, linear
 from pensieve.kernels.upload import upload
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
-from support.kernels.decoder_cases import check_activation, check_heads, check_norm, check_sum_norm, head_case
+from support.kernels.decoder_cases import (
+    check_activation,
+    check_heads,
+    check_norm,
+    check_product,
+    check_sum_norm,
+    head_case,
+)
 from support.kernels.decoder_models import SHAPES, Shape, heads_only, random_weights, small_arch
 from support.lengths import at_length, some
 
@@ -46,6 +54,21 @@ def test_norm_weights_in_float32() -> None:
     check_heads(head_case(3, dtype=torch.float16, norm=True, norm_type=torch.float32))
     for add in (False, True):
         check_norm(3, 100, dtype=torch.float16, add=add, weight_type=torch.float32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("height", [1, ROWS, 2 * ROWS + 3])
+@pytest.mark.parametrize("width", [1, 5, BLOCK - 1, BLOCK, 2 * BLOCK + 7])
+def test_the_product_of_one_row(width: int, height: int, bias: bool) -> None:
+    check_product(1, width, height, bias=bias, dtype=torch.float16)
+
+
+def test_other_products_are_those_of_torch() -> None:
+    for rows, dtype in ((2, torch.float16), (1, torch.float32), (0, torch.float16)):
+        x, weight = torch.randn(rows, 9).to(dtype), torch.randn(4, 9).to(dtype)
+        assert linear(x, weight, None).equal(torch.nn.functional.linear(x, weight))
+    with pytest.raises(RuntimeError, match="shapes"):
+        linear(torch.zeros(1, 3, dtype=torch.float16), torch.zeros(4, 5, dtype=torch.float16), None)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (40, 10), (14, 2), (7, 1), (12, 12), (40, 1)])
