@@ -245,7 +245,7 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
     arch = shard.arch(whole)
     on_gpu = place.device == "cuda"
     ops = (
-        triton_ops(invariant=options.invariant)
+        triton_ops(invariant=bool(options.invariant))
         if on_gpu
         else INVARIANT_OPS
         if options.invariant
