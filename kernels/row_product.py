@@ -4,8 +4,11 @@ Such a product reads each weight once and does little else. Libraries compute it
 sum and add up its parts in a second launch. Here a program computes ROWS values of the result, and programs are many
 and small, so that all of the device's memory is read at once.
 
-One decode step of a 13B on an H200 takes 0.89 of the time with cuBLAS (``bench/kernel_ops/step_parts.py``, way
-"torch's row"). With 2 rows the same kernel takes longer than cuBLAS.
+A thread has the weights of a block on the way before it multiplies any. A mask of their rows would undo that: the
+assembler then multiplies after each load, and a step takes twice as long. So a program has ROWS whole rows.
+
+A decode step of a 13B on an H200 takes 0.89 of the time with cuBLAS (bench/results/step_parts_13b_h200.md). For 2 rows
+such a kernel takes longer than cuBLAS.
 """
 
 from __future__ import annotations
@@ -16,64 +19,68 @@ import triton
 import triton.language as tl
 
 ROWS, BLOCK, WARPS = 8, 512, 2
-"""Rows of the matrix per program, columns at a time, and warps: 8 pieces of 16 bytes per thread on the way. The fastest
-of eight sizes in a decode step of a 13B on an H200."""
+"""Rows of the matrix per program, columns at a time, and warps. The fastest of eight sizes in that step."""
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_product(  # type: ignore[no-untyped-def]
-    x, weight, bias, out, stride,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+    x, weight, bias, out, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Multiply ROWS of the HEIGHT rows of ``weight`` by ``x``, each of WIDTH values. Sums are float32."""
+    """Multiply ROWS rows of ``weight`` by ``x``, each of WIDTH values. Sums are float32."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    valid = row < HEIGHT
-    at = weight + row.to(tl.int64)[:, None] * stride + columns[None, :]
+    at = weight + row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     WHOLE: tl.constexpr = WIDTH // BLOCK * BLOCK
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
     # No weight is read twice in a step, so none need stay in the L2 cache.
-    for first in tl.range(0, WHOLE, BLOCK):
-        part = tl.load(at + first, mask=valid[:, None], other=0.0, eviction_policy="evict_first")
-        total += part.to(tl.float32) * tl.load(x + first + columns).to(tl.float32)[None, :]
+    first = tl.load(at, eviction_policy="evict_first")
+    total = first.to(tl.float32) * tl.load(x + columns).to(tl.float32)[None, :]
+    for begin in tl.range(BLOCK, WHOLE, BLOCK):
+        part = tl.load(at + begin, eviction_policy="evict_first").to(tl.float32)
+        total += part * tl.load(x + begin + columns).to(tl.float32)[None, :]
     if WHOLE < WIDTH:
-        rest = columns < WIDTH - WHOLE
-        inside = valid[:, None] & rest[None, :]
-        part = tl.load(at + WHOLE, mask=inside, other=0.0, eviction_policy="evict_first")
-        total += (
-            part.to(tl.float32) * tl.load(x + WHOLE + columns, mask=rest, other=0.0).to(tl.float32)[None, :]
+        inside = columns < WIDTH - WHOLE
+        part = tl.load(at + WHOLE, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(
+            tl.float32
         )
+        total += part * tl.load(x + WHOLE + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     result = tl.sum(total, 1)
     if BIAS:
-        result += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)
-    tl.store(out + row, result.to(out.dtype.element_ty), mask=valid)
+        result += tl.load(bias + row).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N] if given: one row of float16 or
-    bfloat16 by this kernel, anything else by ``torch.nn.functional.linear``. Can be captured in a graph. Raises as
-    that function does."""
+    """Return ``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N] if given. This kernel multiplies one row
+    of float16 or bfloat16 if N is a multiple of ROWS, K at least BLOCK, and the weights contiguous. Anything else goes
+    to ``torch.nn.functional.linear``. Can be captured in a graph. Raises as that function does."""
+    if not _is_mine(x, weight, bias):
+        return F.linear(x, weight, bias)
     height, width = weight.shape
-    mine = x.shape == (1, width) and x.dtype in DTYPES and weight.dtype == x.dtype
-    if not mine or not height or weight.stride(1) != 1 or x.stride(1) != 1:
-        return F.linear(x, weight, bias)
-    if bias is not None and (bias.shape != (height,) or bias.dtype != x.dtype or not bias.is_contiguous()):
-        return F.linear(x, weight, bias)
     out = x.new_empty((1, height))
     # Absent tensors are not read: any pointer stands in for them.
-    _row_product[(triton.cdiv(height, ROWS),)](
-        x, weight, weight if bias is None else bias, out, weight.stride(0),
-        **constants(height, width, bias=bias is not None), **options(width),
-    )  # fmt: skip
+    _row_product[(height // ROWS,)](
+        x, weight, weight if bias is None else bias, out, **constants(width, bias=bias is not None), **OPTIONS
+    )
     return out
 
 
-def constants(height: int, width: int, *, bias: bool) -> dict[str, int | bool]:
+def _is_mine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    height, width = weight.shape
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return (
+        x.shape == (1, width)
+        and x.dtype in DTYPES
+        and height % ROWS == 0
+        and width >= BLOCK
+        and (bias is None or bias.shape == (height,))
+        and all(tensor.dtype == x.dtype and tensor.is_contiguous() for tensor in given)
+    )
+
+
+def constants(width: int, *, bias: bool) -> dict[str, int | bool]:
     """Compile-time arguments of ``_row_product``."""
-    block = min(BLOCK, triton.next_power_of_2(width))
-    return {"HEIGHT": height, "WIDTH": width, "ROWS": ROWS, "BLOCK": block, "BIAS": bias}
+    return {"WIDTH": width, "ROWS": ROWS, "BLOCK": BLOCK, "BIAS": bias}
 
 
-def options(width: int) -> dict[str, int]:
-    return {"num_warps": WARPS if width >= BLOCK else 1, "enable_fp_fusion": True}
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}

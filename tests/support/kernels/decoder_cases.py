@@ -105,11 +105,11 @@ def check_heads(case: HeadCase) -> None:
 def check_product(
     rows: int, width: int, height: int, *, bias: bool, dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Against float64, to one rounding; the matrix is part of a wider one whose rest is NaN."""
+    """Against float64, to one rounding; the matrix lies between rows of NaN."""
     generator = torch.Generator(device).manual_seed(width)
     x = torch.randn(rows, width, generator=generator, device=device).to(dtype)
-    around = torch.full((height, width + 8), torch.nan, dtype=dtype, device=device)
-    weight = around[:, :width]
+    around = torch.full((height + 16, width), torch.nan, dtype=dtype, device=device)
+    weight = around[8:-8]
     weight.copy_(torch.randn(height, width, generator=generator, device=device))
     added = torch.randn(height, generator=generator, device=device).to(dtype) if bias else None
     got = linear(x, weight, added)

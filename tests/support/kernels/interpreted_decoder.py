@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.kernels import activation as activation_kernel
-from pensieve.kernels import fp8_product, fp8_reference, reference
+from pensieve.kernels import fp8_product, fp8_reference, reference, row_product
 from pensieve.kernels import kv_write as kv_write_kernel
 from pensieve.kernels.activation import activate
 from pensieve.kernels.arguments import Activation, HeadPrep
@@ -57,18 +58,33 @@ def test_norm_weights_in_float32() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("height", [1, ROWS, 2 * ROWS + 3])
-@pytest.mark.parametrize("width", [1, 5, BLOCK - 1, BLOCK, 2 * BLOCK + 7])
-def test_the_product_of_one_row(width: int, height: int, bias: bool) -> None:
-    check_product(1, width, height, bias=bias, dtype=torch.float16)
+@pytest.mark.parametrize("width", [BLOCK, BLOCK + 1, 2 * BLOCK - 1, 3 * BLOCK])
+def test_the_product_of_one_row(width: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_product, "F", None)
+    for height in (ROWS, 3 * ROWS):
+        check_product(1, width, height, bias=bias, dtype=torch.float16)
 
 
-def test_other_products_are_those_of_torch() -> None:
-    for rows, dtype in ((2, torch.float16), (1, torch.float32), (0, torch.float16)):
-        x, weight = torch.randn(rows, 9).to(dtype), torch.randn(4, 9).to(dtype)
-        assert linear(x, weight, None).equal(torch.nn.functional.linear(x, weight))
+@pytest.mark.parametrize(
+    ("rows", "width", "height", "dtype"),
+    [
+        (2, BLOCK, ROWS, torch.float16), (0, BLOCK, ROWS, torch.float16), (1, BLOCK, ROWS, torch.float32),
+        (1, BLOCK - 1, ROWS, torch.float16), (1, BLOCK, ROWS + 1, torch.float16),
+    ],
+)  # fmt: skip
+def test_other_products_are_those_of_torch(rows: int, width: int, height: int, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(rows, width), torch.randn(height, width), torch.randn(height)
+    x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+    for added in (None, bias):
+        assert linear(x, weight, added).equal(F.linear(x, weight, added))
+
+
+def test_rows_that_do_not_lie_together_are_torchs() -> None:
+    turned = torch.randn(BLOCK, ROWS).half().t()
+    x = torch.randn(1, BLOCK).half()
+    assert linear(x, turned, None).equal(F.linear(x, turned))
     with pytest.raises(RuntimeError, match="shapes"):
-        linear(torch.zeros(1, 3, dtype=torch.float16), torch.zeros(4, 5, dtype=torch.float16), None)
+        linear(torch.zeros(1, BLOCK).half(), torch.zeros(ROWS, 2 * BLOCK).half(), None)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (40, 10), (14, 2), (7, 1), (12, 12), (40, 1)])
