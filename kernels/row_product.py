@@ -51,16 +51,16 @@ def _row_product(  # type: ignore[no-untyped-def]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N] if given. This kernel multiplies one row
-    of float16 or bfloat16 if N is a multiple of ROWS, K at least BLOCK, and the weights contiguous. Anything else goes
-    to ``torch.nn.functional.linear``. Can be captured in a graph. Raises as that function does."""
+    """Return ``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N] if given. This kernel multiplies one
+    row of float16 or bfloat16 if N is a multiple of ROWS, K at least BLOCK, and the weights contiguous. Anything else
+    goes to ``torch.nn.functional.linear``. Can be captured in a graph. Raises as that function does."""
     if not _is_mine(x, weight, bias):
         return F.linear(x, weight, bias)
     height, width = weight.shape
     out = x.new_empty((1, height))
     # Absent tensors are not read: any pointer stands in for them.
     _row_product[(height // ROWS,)](
-        x, weight, weight if bias is None else bias, out, **constants(width, bias=bias is not None), **OPTIONS
+        x, weight, weight if bias is None else bias, out, **constants(width, bias=bias is not None), **options()
     )
     return out
 
@@ -83,4 +83,5 @@ def constants(width: int, *, bias: bool) -> dict[str, int | bool]:
     return {"WIDTH": width, "ROWS": ROWS, "BLOCK": BLOCK, "BIAS": bias}
 
 
-OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
+def options() -> dict[str, int]:
+    return {"num_warps": WARPS, "enable_fp_fusion": True}

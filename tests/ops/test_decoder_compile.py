@@ -78,7 +78,7 @@ def test_activations(block: int, kind: Activation) -> None:
 @pytest.mark.parametrize("width", [4096, 5120, 13824])
 def test_the_product_of_one_row(width: int, bias: bool) -> None:
     fixed = row_product.constants(width, bias=bias)
-    binary = build(row_product._row_product, TYPES, fixed, row_product.OPTIONS)
+    binary = build(row_product._row_product, TYPES, fixed, row_product.options())
     assert binary.stack == 0
     # All weights of a block, at least, are on their way before any is multiplied. (Triton 3.6 has two blocks.)
     found = re.findall(r"LDG\.\S*128|FFMA", dump(binary.cubin, "-sass"))
