@@ -60,7 +60,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     out = x.new_empty((1, height))
     # Absent tensors are not read: any pointer stands in for them.
     _row_product[(height // ROWS,)](
-        x, weight, weight if bias is None else bias, out, **constants(width, bias=bias is not None), **options()
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        **constants(width, bias=bias is not None),
+        **options(),
     )
     return out
 
