@@ -229,7 +229,7 @@ def _weights(folder: Path) -> Check:
         return Check("model", "weights", "ok", f"{len(headers)} GGUF file(s), {size / GIB:.2f} GiB")
 
     from pensieve.model.arch import ModelError
-    from pensieve.model.files import weight_files
+    from pensieve.model.folder import weight_files
 
     try:
         files = weight_files(folder)

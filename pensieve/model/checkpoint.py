@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from pensieve.kernels.fp8_reference import code_dtype, encode
 from pensieve.model.arch import ModelError
-from pensieve.model.files import INDEX, SINGLE, read_json, weight_files
 from pensieve.model.filling import TensorFill, fill_all
+from pensieve.model.folder import INDEX, SINGLE, read_json, weight_files
 from pensieve.model.quantisation import quantisation_of
-from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
+from pensieve.model.tensor_source import WHOLE_TENSOR, TensorSlice
 from pensieve.model.unpacking import UNUSED, PackedTensor, packed_tensors
 
 PROGRESS_BYTES: Final = 1 << 30

@@ -33,8 +33,7 @@ from pensieve.grpc_thread import end_grpc_thread
 from pensieve.logs import AcceptErrorFilter, configure_logging
 from pensieve.machine import service_manager
 from pensieve.model.arch import ModelError
-from pensieve.model.fingerprint import model_fingerprint
-from pensieve.model.folder import load_generation
+from pensieve.model.folder import load_generation, model_fingerprint
 from pensieve.model.resolve import display_name, resolve_model
 from pensieve.options.commands import print_error
 from pensieve.options.serve import ServeOptions

@@ -55,7 +55,7 @@ class TurnSettings:
     model: str = ""
     """Name shown to clients; a session may name it or none."""
     model_sha256: str = ""
-    """Hash of the model's content (``model.fingerprint``); sessions are bound to it. "": unknown, not compared."""
+    """Hash of the model's content (``model.folder``); sessions are bound to it. "": unknown, not compared."""
     limits: RequestLimits = RequestLimits()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Sampling values where neither turn nor session sets one. Those unset here too are ``core.Sampling``'s."""

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from pensieve.model.arch import Layer, ModelError, Rope
-from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
 from pensieve.model.families.parsing import (
     Config,
+    declared_eos_ids,
+    default_eos_ids,
     dtype_of,
     generation_defaults,
     is_number,
