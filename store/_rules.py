@@ -136,20 +136,19 @@ def create(
     return Meta(fresh, fingerprint)
 
 
-def commit(
+def check_commit(
     meta: Meta | None,
     known: CommittedRequest | None,
     token: str,
     fingerprint: str,
     record: Record,
-    counts: Counts,
     now: Moment,
-) -> Meta | None:
-    """Return the metadata after ``record`` without ``head_hash``, or None if the request id was committed before."""
+) -> bool:
+    """Whether ``record`` is to be appended: its request id was not committed before. Raises as ``commit`` does."""
     meta = require_present(meta, now)
     if known is not None:
         check_same_request(known, record.request_id, fingerprint)
-        return None
+        return False
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
     if (
@@ -159,31 +158,30 @@ def commit(
         or record.revision != meta.row.revision + 1
     ):
         raise _refusals.fenced()
-    return _after_append(meta, record, counts, now)
+    return True
 
 
-def apply(
+def check_apply(
     meta: Meta | None,
     known: CommittedRequest | None,
     fingerprint: str,
     record: Record,
-    counts: Counts,
     expected_revision: int | None,
     now: Moment,
-) -> Meta | None:
-    """Like ``commit``, without a lease. The order of checks is that of ``begin``."""
+) -> bool:
+    """Like ``check_commit``, without a lease. The order of checks is that of ``begin``."""
     meta = require_present(meta, now)
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
     if known is not None:
         check_same_request(known, record.request_id, fingerprint)
-        return None
+        return False
     if meta.lease is not None and meta.lease.until_ms > now.steady_ms:
         raise _refusals.busy(meta.lease.request_id, meta.lease.until_ms - now.steady_ms)
     check_revision(meta, expected_revision)
     if record.revision != meta.row.revision + 1:
         raise _refusals.not_next(meta.row.revision, record.revision)
-    return _after_append(meta, record, counts, now)
+    return True
 
 
 def check_replaces(rest: StoredRecord, head_hash: str, meta: Meta) -> None:
@@ -261,7 +259,8 @@ def extend_expiry(row: SessionRow, until_ms: int) -> SessionRow:
     return row
 
 
-def _after_append(meta: Meta, record: Record, counts: Counts, now: Moment) -> Meta:
+def after_append(meta: Meta, record: Record, counts: Counts, now: Moment) -> Meta:
+    """Return the metadata after ``record``, without its ``head_hash``."""
     row = meta.row
     config = record.config if record.config is not None else row.config
     after = msgspec.structs.replace(

@@ -176,10 +176,11 @@ class MemoryStore:
     ) -> SessionRow:
         now = self._now()
         known = self._known(key, record.request_id)
-        meta = _rules.commit(self._meta(key), known, token, fingerprint, record, counts, now)
-        if meta is None:
+        if not _rules.check_commit(self._meta(key), known, token, fingerprint, record, now):
             return self._view(key, now)
-        return self._append(self._sessions[key], meta, record, fingerprint=fingerprint, now=now)
+        session = self._sessions[key]
+        meta = _rules.after_append(session.meta, record, counts, now)
+        return self._append(session, meta, record, fingerprint=fingerprint, now=now)
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
         meta = _leases.abort(self._meta(key), token, called_off)
@@ -198,10 +199,10 @@ class MemoryStore:
     ) -> SessionRow:
         now = self._now()
         known = self._known(key, record.request_id)
-        meta = _rules.apply(self._meta(key), known, fingerprint, record, counts, expected_revision, now)
-        if meta is None:
+        if not _rules.check_apply(self._meta(key), known, fingerprint, record, expected_revision, now):
             return self._view(key, now)
         session = self._sessions[key]
+        meta = _rules.after_append(session.meta, record, counts, now)
         stored = [make_erased_record(one) for one in erased_records]
         for one in stored:
             _rules.check_replaces(one, session.log[one.revision - 1].head_hash, meta)

@@ -266,13 +266,11 @@ class SqliteStore:
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
             known = rows.committed_request(key, record.request_id)
-            meta = _rules.commit(before, known, token, fingerprint, record, counts, now)
-            after = (
-                _rules.require_present(before, now)
-                if meta is None
-                else rows.append(key, meta, record, fingerprint)
-            )
-            return _rules.view(after, now)
+            fresh = _rules.check_commit(before, known, token, fingerprint, record, now)
+            meta = _rules.require_present(before, now)
+            if fresh:
+                meta = rows.append(key, _rules.after_append(meta, record, counts, now), record, fingerprint)
+            return _rules.view(meta, now)
 
         return await self._write(work)
 
@@ -299,9 +297,11 @@ class SqliteStore:
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
             known = rows.committed_request(key, record.request_id)
-            meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
-            if meta is None:
-                return _rules.view(_rules.require_present(before, now), now)
+            fresh = _rules.check_apply(before, known, fingerprint, record, expected_revision, now)
+            meta = _rules.require_present(before, now)
+            if not fresh:
+                return _rules.view(meta, now)
+            meta = _rules.after_append(meta, record, counts, now)
             for one in stored:
                 _rules.check_replaces(one, rows.hash_at(key, one.revision), meta)
                 rows.shrink(key, one)

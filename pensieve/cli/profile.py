@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 import msgspec
@@ -157,7 +157,12 @@ def _show_kv_error(options: EngineOptions, text: Path | None) -> None:
     help="Measurements per context length.",
 )
 @click.option(
-    "--threads", type=click.IntRange(0), default=0, metavar="N", help="CPU threads; 0: one per core."
+    "--threads",
+    "torch_threads",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="CPU threads; 0: one per core.",
 )
 @click.option(
     "--tensor-parallel",
@@ -192,20 +197,13 @@ def _show_kv_error(options: EngineOptions, text: Path | None) -> None:
     help="Text for --kv-error.  [default: sentences of the demo]",
 )
 def profile(
-    model: str,
-    device: DeviceName,
-    dtype: DtypeName,
-    kv_dtype: KvDtypeName,
-    load_format: LoadFormat,
-    chunk_tokens: int,
     longest: int | None,
     repeats: int,
-    threads: int,
-    tensor_parallel: int,
     output: Path | None,
     machine_file: Path | None,
     kv_error: bool,
     text: Path | None,
+    **engine: Any,
 ) -> None:
     """Measure the cost of recomputing a chunk on this machine.
 
@@ -223,17 +221,9 @@ def profile(
             f"cannot write {machine_file}: its folder does not exist or is not writable"
         )
     try:
-        folder = resolve_model(model)
-        options = EngineOptions(
-            model=str(folder),
-            device=device,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            load_format=load_format,
-            chunk_tokens=chunk_tokens,
-            torch_threads=threads,
-            tensor_parallel=tensor_parallel,
-        )
+        folder = resolve_model(engine["model"])
+        options = EngineOptions(**engine | {"model": str(folder)})
+        chunk_tokens = options.chunk_tokens
         if kv_error:
             return _show_kv_error(options, text)
         limit = load_arch(folder).context_limit
@@ -258,7 +248,7 @@ def profile(
     with contextlib.closing(worker):
         points = _measure_with_progress(prober(worker), longest, chunk_tokens, repeats)
         name = device_name(worker.info)
-        shown = display_name(model)
+        shown = display_name(engine["model"])
         result = describe(worker, shown, points, device_name=name, repeats=repeats)
         path = output or profile_path(worker, name)
         if machine_file is not None:

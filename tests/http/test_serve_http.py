@@ -25,6 +25,7 @@ import pytest
 from click.testing import CliRunner
 from openai import APIConnectionError, OpenAI
 
+from pensieve import logs
 from pensieve.http import child
 from pensieve.http.common.door import Readiness
 from pensieve.http.common.settings import DoorSettings
@@ -308,7 +309,8 @@ def test_the_door_has_the_options_of_its_server(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(ports, "Gateway", Opened)
     monkeypatch.setattr(child, "_serve", serve)
-    for name in ("configure_logging", "leave_signals_to_parent", "die_with_parent"):
+    monkeypatch.setattr(logs, "configure_logging", lambda **_: None)
+    for name in ("leave_signals_to_parent", "die_with_parent"):
         monkeypatch.setattr(child, name, lambda *_, **__: True)
     options = ServeOptions(
         heartbeat_s=3.5,

@@ -376,15 +376,13 @@ def load_or_measure_cost(options: EngineOptions, worker: ProbedWorker) -> CostMo
 
 def estimate(worker: ProbedWorker) -> CostModel:
     arch = worker.arch
-    windows = [arch.layers[layer].window for layer in arch.attention_layers]
     return CostModel.estimate(
-        layers=windows.count(None),
+        windows=[arch.layers[layer].window for layer in arch.attention_layers],
         query_heads=arch.num_heads,
         head_dim=arch.head_dim,
         parameters=arch.active_parameters,
         chunk_tokens=worker.info.chunk_tokens,
         context_limit=arch.context_limit,
-        windows=[window for window in windows if window is not None],
     )
 
 

@@ -29,7 +29,7 @@ from pensieve.server.operations.usage import TenantUse
 from pensieve.server.rpc.validation import UPDATABLE, seconds
 from pensieve.server.sessions.compaction import CompactionAnswer, CompactionRequest
 from pensieve.server.sessions.exports import ImportedSession
-from pensieve.server.sessions.records import NewSession, SessionChange
+from pensieve.server.sessions.records import NewFork, NewSession, SessionChange
 from pensieve.server.sessions.subjects import SessionReceipt, SubjectReceipt
 from pensieve.server.sessions.warming import WarmAnswer
 from pensieve.server.settings import TurnSettings
@@ -134,6 +134,17 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
     )
 
 
+def new_fork(request: pb.ForkSessionRequest) -> NewFork:
+    return NewFork(
+        item=optional(request, "item"),
+        request_id=request.request_id,
+        session_id=request.session_id,
+        expected_revision=optional(request, "expected_revision"),
+        candidate=optional(request, "candidate"),
+        ttl_s=optional_seconds(request, "ttl"),
+    )
+
+
 def imported_session(imported: ImportedSession, session_id: str) -> pb.CreateSessionRequest:
     """The request that would create the session without its items, to validate what a client may have made up."""
     history = imported.history
@@ -178,7 +189,7 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
             max_chunk_delay_s=seconds(out.max_chunk_delay) or 0.0,
             pad_chunks=out.pad_chunks,
         ),
-        max_duration_s=seconds(turn.max_duration) if turn.HasField("max_duration") else None,
+        max_duration_s=optional_seconds(turn, "max_duration"),
         priority=turn.priority,
         hints=hints(turn.hints),
         known_revision=optional(turn, "known_revision"),
@@ -213,7 +224,7 @@ def call_bounds(message: pb.CallBounds) -> CallBounds:
 
 def hints(message: pb.TurnHints) -> TurnHints:
     return TurnHints(
-        next_turn_s=seconds(message.next_turn_in) if message.HasField("next_turn_in") else None,
+        next_turn_s=optional_seconds(message, "next_turn_in"),
         importance=message.importance if message.HasField("importance") else None,
         finished=message.session_finished,
     )

@@ -108,15 +108,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         return pb.DeleteSessionResponse()
 
     async def ForkSession(self, request: pb.ForkSessionRequest, _context: Any) -> pb.ForkSessionResponse:
-        row = await self._sessions.fork(
-            key_of(self._valid(request).name),
-            item=convert.optional(request, "item"),
-            request_id=request.request_id,
-            session_id=request.session_id,
-            expected_revision=convert.optional(request, "expected_revision"),
-            candidate=convert.optional(request, "candidate"),
-            ttl_s=convert.optional_seconds(request, "ttl"),
-        )
+        row = await self._sessions.fork(key_of(self._valid(request).name), convert.new_fork(request))
         return pb.ForkSessionResponse(session=self._session(row))
 
     async def RewindSession(
