@@ -34,7 +34,7 @@ import msgspec
 from common.provenance import commit, gpu_name, portable
 
 from pensieve.client import Client
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.replay.load.generators import CHATS, generate
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
 from pensieve.replay.load.shaping import Shaping, shape
@@ -48,8 +48,7 @@ from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.operations.recording import TraceHeader, TraceRow
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario.load import Load
-from pensieve.simulate.scenario.machine import Machine
-from pensieve.simulate.scenario.memory import cache_config
+from pensieve.simulate.scenario.machine import Machine, cache_config
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.spawn import ServerProcess, SpawnError
 

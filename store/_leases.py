@@ -26,11 +26,11 @@ import msgspec
 
 from pensieve.errors import PensieveError
 from pensieve.store import _refusals
-from pensieve.store._clock import Moment
 from pensieve.store._rules import (
     CommittedRequest,
     Lease,
     Meta,
+    Moment,
     check_reached,
     check_revision,
     check_same_request,

@@ -10,12 +10,12 @@ have been appended in between; and its seed serves a retry of the same request.
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import msgspec
 
 from pensieve.store import _refusals
-from pensieve.store._clock import Moment
 from pensieve.store._codec import StoredRecord
 from pensieve.store.contract import (
     Counts,
@@ -23,6 +23,23 @@ from pensieve.store.contract import (
     Key,
 )
 from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
+
+
+class Moment(NamedTuple):
+    wall_ms: int
+    """Since the epoch, for times that outlive the process: changes and expiry."""
+    steady_ms: int
+    """This process's monotonic clock, for leases: a step of the wall clock must not end or prolong them."""
+
+
+def wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def steady_clock_ms() -> int:
+    """Return ms since some moment before this process. Never steps; means nothing to another process."""
+    return time.monotonic_ns() // 1_000_000
+
 
 TOMBSTONE_MS = 30 * 24 * 3600 * 1000
 """How long a deleted session's id answers SESSION_DELETED and cannot be reused."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from pensieve.errors import PensieveError
 from pensieve.store import _leases, _rules
-from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import (
     StoredRecord,
     make_erased_record,
@@ -19,9 +18,16 @@ from pensieve.store._codec import (
     read_log,
     take_slice,
 )
-from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, may_be_about, position_of
-from pensieve.store._marks import found_by, mark_entries
-from pensieve.store._rules import CommittedRequest, Meta
+from pensieve.store._listing import (
+    decode_cursor,
+    encode_cursor,
+    found_by,
+    has_labels,
+    mark_entries,
+    may_be_about,
+    position_of,
+)
+from pensieve.store._rules import CommittedRequest, Meta, Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store.contract import (
     SLICE_RECORDS,
     BeginOutcome,

@@ -25,8 +25,7 @@ from pensieve.store._codec import (
     read_log,
 )
 from pensieve.store._leases import single_answer
-from pensieve.store._listing import may_be_about
-from pensieve.store._marks import found_by, mark_entries
+from pensieve.store._listing import found_by, mark_entries, may_be_about
 from pensieve.store._redis import scripts
 from pensieve.store._redis.acknowledged import AcknowledgedChanges, DurableHeads
 from pensieve.store._redis.clients import gather_all

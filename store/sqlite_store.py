@@ -20,10 +20,9 @@ from typing import Final, TypeVar
 
 from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
-from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import make_erased_record, marking_damage, read_all_slices, read_log, take_slice
-from pensieve.store._listing import decode_cursor, encode_cursor, may_be_about, position_of
-from pensieve.store._marks import found_by
+from pensieve.store._listing import decode_cursor, encode_cursor, found_by, may_be_about, position_of
+from pensieve.store._rules import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store._sqlite.rows import DamagedSession, Rows

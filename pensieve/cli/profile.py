@@ -13,9 +13,9 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pensieve.cli.server_errors import BadModel
+from pensieve.cli.output import BadModel
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, KvDtypeName, LoadFormat
-from pensieve.engine.cost.profiles import (
+from pensieve.engine.cost_profiles import (
     MAX_CONTEXT,
     CostPoint,
     Prober,
@@ -210,7 +210,7 @@ def profile(
     `pensieve serve` uses the result, stored per model, device, dtypes, chunk size and number of GPUs. Pass a
     file stored elsewhere with `pensieve serve --cost-profile FILE`.
     """
-    from pensieve.engine.ranks.build import build_workers
+    from pensieve.engine.ranks.leader import build_workers
     from pensieve.model.arch import ModelError
     from pensieve.model.folder import load_arch
     from pensieve.model.resolve import display_name, resolve_model

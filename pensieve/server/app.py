@@ -46,8 +46,7 @@ from pensieve.server.operations.housekeeping import ManagerNotifier, purge_forev
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.operations.traces import TurnTraces, log_turn, open_traces
-from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import StateView
+from pensieve.server.page.state import RecentTurns, StateView
 from pensieve.server.page.web import WebPage
 from pensieve.server.ports import Ports
 from pensieve.server.rpc.access_control import AccessControl

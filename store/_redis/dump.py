@@ -16,7 +16,7 @@ import msgspec
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._codec import StoredRecord
-from pensieve.store._marks import mark_entries_of_log
+from pensieve.store._listing import mark_entries_of_log
 from pensieve.store._raw import (
     Finding,
     Mode,

@@ -22,8 +22,7 @@ from urllib.parse import quote, unquote
 
 from pensieve.errors import DataLoss
 from pensieve.store import _refusals
-from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position_of
-from pensieve.store._marks import MarkEntry
+from pensieve.store._listing import MarkEntry, Position, decode_cursor, encode_cursor, has_labels, position_of
 from pensieve.store._raw import sort_keys
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (

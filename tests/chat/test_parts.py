@@ -18,8 +18,8 @@ from rich.console import Console
 from pensieve import own_server
 from pensieve.cli.chat import command, sessions, turn_display
 from pensieve.cli.chat.command import ChatLoop
+from pensieve.cli.chat.prompt import Unsent, UnsentFolder
 from pensieve.cli.chat.turn_display import MarkdownView, markdown, split_blocks
-from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.cli.output import clean
 from pensieve.cli.sessions import sessions as listing
 from pensieve.client import Client

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.engine.cost.model import CostModel, CostProfileError
+from pensieve.engine.cost import CostModel, CostProfileError
 
 MODEL = CostModel(((32, 1.0), (64, 2.0), (128, 5.0)), 10.0, 32)
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from pensieve.core import MAX_PREDICTION_CHARS, FinishReason
+from pensieve.server.failures import restarting
 from pensieve.server.turns import runner
-from pensieve.server.unavailable import restarting
 from support.service.scripted_link import ScriptedLink
 from support.service.service_rig import encode, refusal, serving, spec
 

@@ -21,23 +21,20 @@ from typing import Any, cast
 import click
 from click.core import ParameterSource
 
-from pensieve.cli import completion
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.commands import COMMAND, Commands
 from pensieve.cli.chat.dialogue import Dialogue, warm
-from pensieve.cli.chat.prompt import Prompt, is_text
+from pensieve.cli.chat.prompt import Prompt, UnsentFolder, is_text
 from pensieve.cli.chat.screen import Screen
 from pensieve.cli.chat.turn_display import LeaveChat
-from pensieve.cli.chat.unsent import UnsentFolder
-from pensieve.cli.output import clean
-from pensieve.cli.server_errors import BadModel, describe_error, describe_unreachable, usage_error
+from pensieve.cli.output import BadModel, clean, describe_error, describe_unreachable, usage_error
 from pensieve.client import Client, RetryPolicy, SamplingOptions, Session
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.model.arch import ModelError
 from pensieve.model.resolve import resolve_model
 from pensieve.model.smollm2 import SMOLLM2
-from pensieve.options.commands import models, print_error
+from pensieve.options.commands import complete_session_ids, models, print_error
 from pensieve.options.serve import state_directory
 from pensieve.own_server import OwnServer, explain_failure
 from pensieve.spawn import NOT_STARTED, SpawnError
@@ -268,7 +265,7 @@ class ChosenServer:
     "session_id",
     metavar="ID",
     help="Session to continue: its id, a unique prefix of it, or `last`.",
-    shell_complete=completion.complete_session_ids,
+    shell_complete=complete_session_ids,
 )
 @click.option(
     "--new", is_flag=True, help="Start a new session without asking; with --session: under that id."

@@ -31,9 +31,8 @@ log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module i
 def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOptions) -> None:
     """Follow rank 0 until it stops. Propagates every exception."""
     # Imported here because they need torch.
-    from pensieve.engine.ranks.build import spin_seconds
     from pensieve.engine.ranks.collectives import RankLost, join
-    from pensieve.engine.ranks.follower import follow
+    from pensieve.engine.ranks.leader import follow, spin_seconds
     from pensieve.engine.ranks.ring import RingReader, SharedRing
     from pensieve.engine.worker.torch_worker import build_worker
 

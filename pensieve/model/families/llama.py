@@ -13,12 +13,13 @@ from pensieve.model.families.common import (
     cache_limit,
     common_fields,
     equal_layers,
+    expert_layers,
+    experts_of,
     full_layers,
     positive,
     read_rope,
     sliding_layers,
 )
-from pensieve.model.families.experts import expert_layers, experts_of
 from pensieve.model.families.parsing import Config, is_number, parsed_config, text_part
 
 Fields = dict[str, Any]

@@ -8,8 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.model.arch import Arch, Layer, ModelError, Multipliers, RecurrentMixer, StateShape
-from pensieve.model.families.common import activation_of, common_fields, positive, read_rope
-from pensieve.model.families.experts import expert_layers, experts_of
+from pensieve.model.families.common import (
+    activation_of,
+    common_fields,
+    expert_layers,
+    experts_of,
+    positive,
+    read_rope,
+)
 from pensieve.model.families.parsing import (
     Config,
     declared_eos_ids,

@@ -10,11 +10,11 @@ from typing import Final
 from grpc import aio
 
 from pensieve.errors import Unauthenticated
+from pensieve.server.keys import TenantTable
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc.auth import RELOAD_S, Authenticator, LoginThrottle
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
-from pensieve.server.tenants import TenantTable
 
 log = logging.getLogger(__name__)
 

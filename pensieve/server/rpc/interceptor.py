@@ -24,7 +24,8 @@ from grpc import aio
 from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.logs import bind
-from pensieve.server.bugs import report_bug
+from pensieve.server.failures import report_bug
+from pensieve.server.keys import TenantTable, quota_exceeded
 from pensieve.server.operations.metrics import CallMetrics
 from pensieve.server.rpc.auth import ANONYMOUS, Authenticator, Identity, LoginThrottle, Peer, forwarded_caller
 from pensieve.server.rpc.calls import (
@@ -37,7 +38,6 @@ from pensieve.server.rpc.calls import (
     RunningCalls,
     count_calls,
 )
-from pensieve.server.tenants import TenantTable, quota_exceeded
 from pensieve.tracing import incoming_traceparent, trace_id, traceparent_in
 
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")

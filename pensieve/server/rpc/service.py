@@ -19,7 +19,6 @@ from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
 from pensieve.server.keys import GRAMMARS
-from pensieve.server.pace import StreamPacer
 from pensieve.server.rpc import convert
 from pensieve.server.rpc.auth import ANONYMOUS
 from pensieve.server.rpc.interceptor import current_caller
@@ -27,7 +26,7 @@ from pensieve.server.rpc.validation import Bounds, validate
 from pensieve.server.sessions.exports import ImportReader, chunks
 from pensieve.server.sessions.lookup import RequestClaim
 from pensieve.server.sessions.subjects import SessionReceipt
-from pensieve.server.turns.stream import StreamOptions, events
+from pensieve.server.turns.stream import StreamOptions, StreamPacer, events
 from pensieve.server.values import NewTurn, OnDisconnect
 from pensieve.store import Key
 from pensieve.store.records import SessionRow

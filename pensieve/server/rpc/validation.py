@@ -18,7 +18,7 @@ from pensieve.config import parse_cache_size
 from pensieve.core import MAX_PREDICTION_CHARS, SAMPLING
 from pensieve.errors import InvalidArgument
 from pensieve.server import ids
-from pensieve.server.grammars import limits as grammar_limits
+from pensieve.server.grammars import checker as grammar_checker
 from pensieve.server.settings import RequestLimits
 from pensieve.server.turns.sampling import BEAM_CONFLICTS, is_neutral
 from pensieve.speech import is_json_object
@@ -283,7 +283,7 @@ def json_object(value: str, _bounds: Bounds, path: str, problems: Problems) -> N
 
 def json_schema(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
     try:
-        grammar_limits.parse_schema(value)
+        grammar_checker.parse_schema(value)
     except ValueError as error:
         problems.append((path, str(error)))
 
@@ -291,17 +291,17 @@ def json_schema(value: str, _bounds: Bounds, path: str, problems: Problems) -> N
 def grammar(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
     if not value:
         problems.append((path, "is empty"))
-    if len(value.encode()) > grammar_limits.MAX_BYTES:
-        problems.append((path, f"is larger than {grammar_limits.MAX_BYTES} bytes"))
+    if len(value.encode()) > grammar_checker.MAX_BYTES:
+        problems.append((path, f"is larger than {grammar_checker.MAX_BYTES} bytes"))
 
 
 def choice(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not 0 < len(value.texts) <= grammar_limits.MAX_CHOICES:
-        problems.append((path, f"must have 1 to {grammar_limits.MAX_CHOICES} texts"))
+    if not 0 < len(value.texts) <= grammar_checker.MAX_CHOICES:
+        problems.append((path, f"must have 1 to {grammar_checker.MAX_CHOICES} texts"))
     elif not all(value.texts):
         problems.append((path, "has an empty text"))
-    elif sum(len(text.encode()) for text in value.texts) > grammar_limits.MAX_BYTES:
-        problems.append((path, f"has more than {grammar_limits.MAX_BYTES} bytes"))
+    elif sum(len(text.encode()) for text in value.texts) > grammar_checker.MAX_BYTES:
+        problems.append((path, f"has more than {grammar_checker.MAX_BYTES} bytes"))
 
 
 def below_vocab(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:

@@ -27,7 +27,7 @@ from pensieve.core import Role, SamplingDefaults, Usage
 from pensieve.debug import async_failpoint
 from pensieve.errors import FailedPrecondition, NotFound, PensieveError, RevisionMismatch, TurnInProgress
 from pensieve.server import ids
-from pensieve.server.bugs import report_bug
+from pensieve.server.failures import report_bug
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.records import NewFork

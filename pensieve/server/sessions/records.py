@@ -44,7 +44,7 @@ class NewFork:
     request_id: str = ""
     session_id: str = ""
     expected_revision: int | None = None
-    """Of the source."""
+    """The source must be at this revision; None: at any."""
     candidate: int | None = None
     ttl_s: float | None = None
     """Its idle lifetime, 0 for none; None: the source's."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from pensieve.config import BATCH_LIMITS, CacheConfig
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.simulate.scenario.machine import Machine
 
 Routing = Literal["affine", "hash", "bounded", "random"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pensieve.core import Usage
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.replay.measure.activity import TTFT_LIMIT_S, largest_within_limit
 from pensieve.replay.measure.report import SOURCES
 from pensieve.replay.measure.windows import BINS, has_trend

@@ -20,8 +20,7 @@ from pensieve.feed import HttpDoorState
 from pensieve.server.admin_port import AdminPort
 from pensieve.server.conversations import Conversations, ServiceListeners
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import StateView
+from pensieve.server.page.state import RecentTurns, StateView
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.grpc_server import make_server

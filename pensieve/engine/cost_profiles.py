@@ -31,7 +31,7 @@ import numpy as np
 from pensieve.config import EngineOptions, KvDtypeName
 from pensieve.core import RequestKey, Sampling, TokenArray
 from pensieve.engine.cache.pages import PagePool, PageSize
-from pensieve.engine.cost.model import FORMAT, CostModel, CostProfileError
+from pensieve.engine.cost import FORMAT, CostModel, CostProfileError
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.plan import NO_PAGE, Chain, Plan, SampleSpec, Span, StepWorker
 from pensieve.machine import usable_cores, user_directory
