@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.errors import PensieveError
-from pensieve.store import _leases, _rules
+from pensieve.store import _rules
 from pensieve.store._codec import (
     StoredRecord,
     make_erased_record,
@@ -159,20 +159,20 @@ class MemoryStore:
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         known = self._known(key, request.request_id)
         hash_there = self._hash_at(key, request.known_revision)
-        begun = _leases.begin(self._meta(key), known, request, self._now(), hash_there=hash_there)
+        begun = _rules.begin(self._meta(key), known, request, self._now(), hash_there=hash_there)
         if begun.meta is not None:
             self._sessions[key].meta = begun.meta
         return begun.outcome
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        return _leases.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
+        return _rules.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         now = self._now()
         return [self._renew(lease, lease_ms, now) for lease in leases]
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
-        meta = _leases.ask_to_end(self._meta(key), request_id, order, self._now())
+        meta = _rules.ask_to_end(self._meta(key), request_id, order, self._now())
         if meta is not None:
             self._sessions[key].meta = meta
         return meta is not None
@@ -189,7 +189,7 @@ class MemoryStore:
         return self._append(session, meta, record, fingerprint=fingerprint, now=now)
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
-        meta = _leases.abort(self._meta(key), token, called_off)
+        meta = _rules.abort(self._meta(key), token, called_off)
         if meta is not None:
             self._sessions[key].meta = meta
 
@@ -276,7 +276,7 @@ class MemoryStore:
 
     def _renew(self, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer:
         try:
-            news, meta = _leases.renew(self._meta(lease.key), lease.token, lease_ms, now)
+            news, meta = _rules.renew(self._meta(lease.key), lease.token, lease_ms, now)
         except PensieveError as error:
             return error
         self._sessions[lease.key].meta = meta

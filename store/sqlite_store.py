@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from pensieve.errors import DataLoss, PensieveError
-from pensieve.store import _leases, _rules
+from pensieve.store import _rules
 from pensieve.store._codec import make_erased_record, marking_damage, read_all_slices, read_log, take_slice
 from pensieve.store._listing import decode_cursor, encode_cursor, found_by, may_be_about, position_of
 from pensieve.store._rules import Moment, steady_clock_ms, wall_clock_ms
@@ -213,7 +213,7 @@ class SqliteStore:
                 before is not None and at < before.row.revision
             )  # the row has the hash of its head
             hash_there = rows.hash_at(key, at) if request.known_head and is_behind_head else ""
-            begun = _leases.begin(before, known, request, self._now(), hash_there=hash_there)
+            begun = _rules.begin(before, known, request, self._now(), hash_there=hash_there)
             if begun.meta is not None:
                 rows.put(key, begun.meta)
             return begun.outcome
@@ -221,7 +221,7 @@ class SqliteStore:
         return await self._write(work, flush=False)
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        return _leases.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
+        return _rules.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         def work(rows: Rows) -> list[RenewalAnswer | DamagedSession]:
@@ -252,7 +252,7 @@ class SqliteStore:
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         def work(rows: Rows) -> bool:
-            meta = _leases.ask_to_end(rows.meta(key), request_id, order, self._now())
+            meta = _rules.ask_to_end(rows.meta(key), request_id, order, self._now())
             if meta is not None:
                 rows.put(key, meta)
             return meta is not None
@@ -275,7 +275,7 @@ class SqliteStore:
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
         def work(rows: Rows) -> None:
-            meta = _leases.abort(rows.meta(key), token, called_off)
+            meta = _rules.abort(rows.meta(key), token, called_off)
             if meta is not None:
                 rows.put(key, meta)
 
@@ -390,7 +390,7 @@ def _damaged_rows(key: Key) -> DataLoss:
 
 def _renew_one(rows: Rows, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer | DamagedSession:
     try:
-        news, meta = _leases.renew(rows.meta(lease.key), lease.token, lease_ms, now)
+        news, meta = _rules.renew(rows.meta(lease.key), lease.token, lease_ms, now)
     except (PensieveError, DamagedSession) as error:
         return error
     rows.put(lease.key, meta)

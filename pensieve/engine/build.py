@@ -15,8 +15,7 @@ from pensieve.engine.cost import CostProfileError
 from pensieve.engine.cost_profiles import load_or_measure_cost
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.engine import Engine
-from pensieve.engine.grammar.prototypes import Prototypes
-from pensieve.engine.grammar.structured import Structured
+from pensieve.engine.grammar import Prototypes, Structured
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.ranks.leader import build_workers
 from pensieve.engine.scheduling.scheduler import Scheduler

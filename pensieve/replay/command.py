@@ -50,7 +50,7 @@ from pensieve.replay.parameters import (
 )
 from pensieve.replay.play.player_pool import ClientFailed
 from pensieve.replay.play.runner import ReplayWatcher, RunWatcher
-from pensieve.replay.presentation.compare import NotAReport, comparison, names_of, read_report
+from pensieve.replay.presentation.curves import NotAReport, comparison, names_of, read_report
 from pensieve.replay.presentation.html import write_html
 from pensieve.replay.presentation.plots import write_plots
 from pensieve.replay.presentation.table import print_curves, print_report

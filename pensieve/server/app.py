@@ -49,8 +49,8 @@ from pensieve.server.operations.traces import TurnTraces, log_turn, open_traces
 from pensieve.server.page.state import RecentTurns, StateView
 from pensieve.server.page.web import WebPage
 from pensieve.server.ports import Ports
-from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.grpc_server import BindError
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.server.settings import TurnSettings
 from pensieve.server.tasks import cancel_and_wait, loop_factory
 from pensieve.server.values import TurnEnd

@@ -34,8 +34,6 @@ from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.web import WebPage
-from pensieve.server.rpc.access_control import AccessControl
-from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.grpc_server import (
     BindError,
     add_health_and_reflection,
@@ -45,8 +43,8 @@ from pensieve.server.rpc.grpc_server import (
     split_address,
     tls_credentials,
 )
-from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT
-from pensieve.server.rpc.service import ConversationService
+from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, AccessControl
+from pensieve.server.rpc.service import AdminService, ConversationService
 from pensieve.server.tasks import cancel_and_wait
 from pensieve.v1 import pensieve_pb2_grpc
 

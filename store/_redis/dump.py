@@ -27,10 +27,10 @@ from pensieve.store._raw import (
     make_finding,
     no_progress,
 )
-from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
 from pensieve.store._redis.rows import (
     Fields,
+    RedisIndex,
     as_fields,
     create_fields,
     index_key,

@@ -22,13 +22,15 @@ from typing import Final, NamedTuple
 
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._codec import FORMAT_ERASED, StoredRecord, verify_next
-from pensieve.store._examine import examine, plan_fix, salvage_meta
 from pensieve.store._raw import (
     Problem,
     Progress,
     RawSession,
     Remedy,
+    examine,
     make_finding,
+    plan_fix,
+    salvage_meta,
     sort_keys,
     without_lease_holder,
 )

@@ -27,7 +27,7 @@ from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
 from pensieve.http.run import ManagedServer, running
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.interceptor import AccessControl
 from support.http.http_rig import door
 from support.service.service_rig import Rig, serving
 

@@ -20,9 +20,8 @@ from llguidance import LLTokenizer
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import FinishReason, Grammar, Sampling
-from pensieve.engine.grammar import structured
-from pensieve.engine.grammar.prototypes import NICENESS, Prototypes
-from pensieve.engine.grammar.structured import SLOWEST_MASKS, Structured
+from pensieve.engine import grammar as structured
+from pensieve.engine.grammar import NICENESS, SLOWEST_MASKS, Prototypes, Structured
 from pensieve.engine.messages import Cancel
 from support.engine.choosing import (
     EOS,
@@ -307,7 +306,7 @@ def test_beams_are_refused(rig: Rig) -> None:
 
 @pytest.mark.fault(65)
 def test_long_masks_end_the_turn(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
-    monkeypatch.setattr("pensieve.engine.grammar.structured.LONGEST_MASK_S", -1.0)  # every mask takes longer
+    monkeypatch.setattr("pensieve.engine.grammar.LONGEST_MASK_S", -1.0)  # every mask takes longer
     rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
     rig.answers.run()
     assert rig.answers.ended[1] == "GRAMMAR_TOO_COSTLY"

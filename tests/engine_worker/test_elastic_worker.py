@@ -11,7 +11,7 @@ import torch
 
 from pensieve.engine.cache.pages import PageSize
 from pensieve.engine.kv.grid import TierLayout
-from pensieve.engine.kv.hybrid import HybridPools, back_tier
+from pensieve.engine.kv.pools import HybridPools, back_tier
 from pensieve.engine.kv.swap import sizes_of
 from pensieve.engine.kv.virtual.plain import PlainBackend
 from pensieve.engine.plan import Plan

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from pensieve.engine.cache.pages import PagePool, PageSize
 from pensieve.engine.kv.grid import Grid, TierLayout
-from pensieve.engine.kv.hybrid import HybridPools
-from pensieve.engine.kv.pools import KvPools
+from pensieve.engine.kv.pools import HybridPools, KvPools
 from pensieve.engine.plan import Copy
 from pensieve.model.arch import Arch, Layer, ModelError, StateShape
 from pensieve.model.groups import (

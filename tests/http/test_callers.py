@@ -23,8 +23,8 @@ from pensieve.http.common import callers
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import ManagedServer, running
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.auth import FORWARDED_ADDRESS_KEY
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.server.rpc.service import ConversationService
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc

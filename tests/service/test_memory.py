@@ -12,7 +12,7 @@ from pensieve.engine.messages import EngineReady
 from pensieve.errors import FailedPrecondition, InvalidArgument
 from pensieve.server.failures import restarting
 from pensieve.server.links.engine_link import LinkState
-from pensieve.server.rpc.admin_service import format_size, wanted_bytes
+from pensieve.server.rpc.service import format_size, wanted_bytes
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.scripted_link import ScriptedLink
 from support.service.service_rig import refusal, serving

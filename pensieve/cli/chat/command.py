@@ -25,8 +25,7 @@ from pensieve.cli.chat import sessions
 from pensieve.cli.chat.commands import COMMAND, Commands
 from pensieve.cli.chat.dialogue import Dialogue, warm
 from pensieve.cli.chat.prompt import Prompt, UnsentFolder, is_text
-from pensieve.cli.chat.screen import Screen
-from pensieve.cli.chat.turn_display import LeaveChat
+from pensieve.cli.chat.screen import LeaveChat, Screen
 from pensieve.cli.output import BadModel, clean, describe_error, describe_unreachable, usage_error
 from pensieve.client import Client, RetryPolicy, SamplingOptions, Session
 from pensieve.client import SamplingOptions as Sampling

@@ -33,8 +33,7 @@ from pensieve.config import (
 )
 from pensieve.engine.cache.pages import PageSize, unit_pages_for
 from pensieve.engine.kv.grid import TierLayout
-from pensieve.engine.kv.hybrid import HybridPools
-from pensieve.engine.kv.pools import KvPools, KvTiers
+from pensieve.engine.kv.pools import HybridPools, KvPools, KvTiers
 from pensieve.engine.kv.virtual import driver, plain
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
 from pensieve.engine.worker.hybrid_sizing import (

@@ -1,4 +1,8 @@
-"""``/v1/responses``: create, retrieve, delete, cancel, and the items of the input."""
+"""``/v1/responses``: create, retrieve, delete, cancel, the items of the input, and compaction.
+
+A conversation that was compacted begins with a compaction item, which holds the summary. Responses before it stay as
+they are and can be continued: the summary is written in a fork.
+"""
 
 from __future__ import annotations
 

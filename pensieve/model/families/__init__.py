@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pensieve.model.arch import Arch
-from pensieve.model.families import gemma, layer_norm, llama, recurrent
+from pensieve.model.families import layer_norm, llama, recurrent
 from pensieve.model.families.parsing import CONFIG_CLASSES, Config, generation_defaults
 
 READERS: dict[str, Callable[[Config, Config], Arch]] = {
     "opt": layer_norm.read_opt,
     **{family: llama.reader_of(family) for family in llama.FIELDS},
     "mistral3": llama.read_mistral3,
-    "gemma": gemma.read_gemma,
-    "gemma2": gemma.read_gemma2,
-    "gemma3": gemma.read_gemma3,
-    "gemma3_text": gemma.read_gemma3_text,
+    "gemma": llama.read_gemma,
+    "gemma2": llama.read_gemma2,
+    "gemma3": llama.read_gemma3,
+    "gemma3_text": llama.read_gemma3_text,
     "cohere": layer_norm.read_cohere,
     "cohere2": layer_norm.read_cohere2,
     "mamba2": recurrent.read_mamba2,

@@ -1,4 +1,8 @@
-"""Readers of families with LayerNorm: OPT, Command R and Command A, StableLM, StarCoder 2."""
+"""Readers of families with LayerNorm: OPT, Command R and Command A, StableLM, StarCoder 2.
+
+OPT has biases and learned positions. The attention and MLP of Command R and Command A are beside each other, after one
+LayerNorm without bias.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost import CostModel
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.engine import Engine
-from pensieve.engine.grammar.structured import Structured
+from pensieve.engine.grammar import Structured
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,

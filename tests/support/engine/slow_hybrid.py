@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from pensieve.engine.kv.hybrid import HybridPools
+from pensieve.engine.kv.pools import HybridPools
 from pensieve.engine.plan import NO_PAGE, Plan
 from pensieve.model.arch import Arch, Layer, StateShape
 from pensieve.model.groups import KvGroup
