@@ -18,9 +18,9 @@ import httpx2 as httpx
 import pytest
 from openai import AsyncStream
 
+from pensieve.config import DoorSettings
 from pensieve.http.app import make_app
 from pensieve.http.common import callers
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import ManagedServer, running
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc.auth import FORWARDED_ADDRESS_KEY

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from openai import APIStatusError, OpenAI
 
 from pensieve.cli.gateway import gateway as gateway_command
+from pensieve.config import DoorSettings
 from pensieve.http import run
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import needs_no_key
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc.interceptor import AccessControl
