@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pensieve.replay.load.schedule import Arrivals, Script, apply_run_in, scripts
-from pensieve.replay.load.shaping import Shaped, Shaping, shape
-from pensieve.replay.load.workload import Dataset
+from pensieve.replay.load.workload import Dataset, Shaped, Shaping, shape
 from pensieve.replay.measure.report import SCHEMA, environment, receipt_violations, summarise
 from pensieve.replay.measure.windows import (
     Window,

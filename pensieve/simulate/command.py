@@ -19,8 +19,7 @@ from pensieve.engine.cost import CostModel, CostProfileError
 from pensieve.errors import PensieveError
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps
-from pensieve.replay.load.shaping import Shaping, shape
-from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, load
+from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, Shaping, load, shape
 from pensieve.replay.parameters import DatasetName, Outputs, number_list, output_options
 from pensieve.simulate import history
 from pensieve.simulate.report import build_report, print_report

@@ -22,8 +22,7 @@ from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import SessionScript, hints_of
 from pensieve.simulate.scenario.machine import Machine
-from pensieve.simulate.scenario.routing import Router
-from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.scenario.settings import Router, Settings
 from pensieve.simulate.scenario.tally import CompletedTurn, RecomputeCosts, Tally
 
 VOCABULARY = 1 << 30

@@ -13,8 +13,7 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
-from pensieve.replay.load.shaping import Shaped
-from pensieve.replay.load.workload import Dataset
+from pensieve.replay.load.workload import Dataset, Shaped
 from pensieve.replay.measure.report import SCHEMA, environment
 from pensieve.replay.measure.windows import intervals
 from pensieve.replay.presentation.curves import entries, unsteady

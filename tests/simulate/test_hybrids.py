@@ -20,7 +20,7 @@ from pensieve.engine.plan import Plan, Span
 from pensieve.engine.worker.sizing import worker_info
 from pensieve.model.folder import load_arch
 from pensieve.replay.load.generators import generate
-from pensieve.replay.load.shaping import Shaping, shape
+from pensieve.replay.load.workload import Shaping, shape
 from pensieve.simulate.calibrate import machine_groups
 from pensieve.simulate.command import simulate
 from pensieve.simulate.run import Simulation

@@ -28,9 +28,8 @@ from pensieve.http.common.calls import Call, compact_ahead, compact_session, cou
 from pensieve.http.common.contents import HashedHistory, Message, MessageHistory
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, invalid_field
-from pensieve.http.common.formats import named_form
 from pensieve.http.common.heads import note_before_end
-from pensieve.http.common.requests import parse_whole_number
+from pensieve.http.common.requests import named_form, parse_whole_number
 from pensieve.http.responses.chain import (
     ResponseStarter,
     answer_item,

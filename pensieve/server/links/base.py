@@ -45,8 +45,7 @@ from pensieve.server.child import SilenceTimer
 from pensieve.server.failures import draining, restarting, starting
 from pensieve.server.links.engine_link import GenerationSink, LinkState
 from pensieve.server.links.generations import CallAnswer, GenerationObserver, Generations, OpenGeneration
-from pensieve.server.links.probation_gate import ProbationGate
-from pensieve.server.links.quarantine import quarantined
+from pensieve.server.links.quarantine import ProbationGate, quarantined
 from pensieve.server.tasks import cancel_and_wait
 
 STALLED_FACTOR: Final = 8.0
