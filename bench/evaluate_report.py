@@ -24,7 +24,7 @@ from typing import Any
 from evaluation.experiments import Experiment
 from evaluation.jobs import JobResult, last_lines, without_folders
 
-from pensieve.replay.measure.report import SCHEMA, environment, version_of
+from pensieve.replay.measure import SCHEMA, environment, version_of
 from pensieve.replay.presentation.curves import RULE, comparisons, entries, panels
 from pensieve.replay.presentation.plots import write_plots
 from pensieve.replay.presentation.table import SOURCE_NAMES, Column, format_number, ratio_texts

@@ -38,7 +38,7 @@ from pensieve.engine.cost import CostModel
 from pensieve.replay.load.generators import CHATS, generate
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
 from pensieve.replay.load.workload import Shaping, load, shape
-from pensieve.replay.measure.report import environment
+from pensieve.replay.measure import environment
 from pensieve.replay.play import player_pool
 from pensieve.replay.play.player_pool import ClientFailed
 from pensieve.replay.records import RunOptions

@@ -32,8 +32,7 @@ from pensieve.options.commands import GroupedCommand, print_error
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps
 from pensieve.replay.load.workload import CountTokens, Dataset, DatasetError, Shaping, estimate_tokens, load
-from pensieve.replay.measure.report import is_clean
-from pensieve.replay.measure.windows import Window
+from pensieve.replay.measure import Window, is_clean
 from pensieve.replay.parameters import (
     FILE,
     FOLDER,

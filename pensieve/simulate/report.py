@@ -14,8 +14,7 @@ import msgspec
 from rich.console import Console
 
 from pensieve.replay.load.workload import Dataset, Shaped
-from pensieve.replay.measure.report import SCHEMA, environment
-from pensieve.replay.measure.windows import intervals
+from pensieve.replay.measure import SCHEMA, environment, intervals
 from pensieve.replay.presentation.curves import entries, unsteady
 from pensieve.replay.presentation.table import format_number, print_curves, print_grid
 from pensieve.simulate import history

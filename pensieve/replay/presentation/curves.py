@@ -24,7 +24,7 @@ from typing import Any, Literal
 import click
 
 from pensieve.replay.load.generators import NAMES
-from pensieve.replay.measure.report import value_at
+from pensieve.replay.measure import value_at
 
 _LOAD_KEYS = frozenset({"rate", "seed", "clients"})
 _ADDRESS = re.compile(r"\bCUDA_VISIBLE_DEVICES=\S+|(?:--port[ =]|\S+:)\d+\b")

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pensieve.replay.measure.activity import RULE, largest_within_limit
-from pensieve.replay.measure.report import value_at
+from pensieve.replay.measure import RULE, largest_within_limit, value_at
 from pensieve.replay.presentation.curves import RULE as RATIO_RULE
 from pensieve.replay.presentation.curves import (
     CurveEntry,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pensieve.replay.measure.activity import TTFT_LIMIT_S
-from pensieve.replay.measure.report import SOURCES, value_at
+from pensieve.replay.measure import SOURCES, TTFT_LIMIT_S, value_at
 from pensieve.replay.presentation.curves import (
     CurveEntry,
     CurvePoint,

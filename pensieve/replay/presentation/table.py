@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pensieve.replay.measure.report import SOURCES, value_at
+from pensieve.replay.measure import SOURCES, value_at
 from pensieve.replay.presentation.curves import (
     CurveEntry,
     Panel,
