@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -302,6 +302,15 @@ class KvTiers:
                     reference.chunk_copy(pages.device[number], pages.host[number], dst, src)
 
 
+class KvFormat(NamedTuple):
+    """How keys and values of a chunk are stored."""
+
+    chunk_tokens: int
+    dtype: torch.dtype
+    codec: KvDtypeName = "auto"
+    """``auto``: they have ``dtype``."""
+
+
 class KvPools(KvTiers):
     """The memory of both tiers of a model with one KV group."""
 
@@ -311,23 +320,19 @@ class KvPools(KvTiers):
         *,
         device_chunks: int,
         host_chunks: int,
-        chunk_tokens: int,
-        dtype: torch.dtype,
+        form: KvFormat,
         device: torch.device,
-        kv_dtype: KvDtypeName = "auto",
     ) -> None:
-        """Allocate both pools, zeroed. ``kv_dtype``: the codec of keys and values; with ``auto`` they have ``dtype``.
-        Raises RuntimeError when memory runs out.
+        """Allocate both pools, zeroed. Raises RuntimeError when memory runs out.
 
         In plain memory, the operating system provides and zeroes each page when a chunk first writes to it.
         """
-        self._shape, self._code = (
-            (arch.num_kv_heads, chunk_tokens, arch.head_dim),
-            kv_codec.CODES.get(kv_dtype),
-        )
+        chunk_tokens, dtype, codec = form
+        self._shape = arch.num_kv_heads, chunk_tokens, arch.head_dim
+        self._code = kv_codec.CODES.get(codec)
         page: tuple[int, ...] = (2, *self._shape)
         if self._code is not None:
-            page, dtype = (layer_page_bytes(arch, chunk_tokens, "", kv_dtype),), torch.uint8
+            page, dtype = (layer_page_bytes(arch, chunk_tokens, "", codec),), torch.uint8
         # One more page than chunks: unused entries of page tables point to it.
         device_shape = (arch.num_layers, device_chunks + 1, *page)
         on_gpu = device.type == "cuda"
@@ -413,17 +418,15 @@ class HybridPools(KvTiers):
         groups: tuple[KvGroup, ...],
         tiers: tuple[TierLayout, TierLayout],
         *,
-        chunk_tokens: int,
-        dtype: torch.dtype,
+        form: KvFormat,
         device: torch.device,
         floor: int | None = None,
-        kv_dtype: KvDtypeName = "auto",
     ) -> None:
         """Allocate both pools, zeroed, as large as ``tiers`` (device, host) say: layer pages are multiples of 16
         bytes. Raises RuntimeError or MemoryError when memory runs out.
 
         ``floor``: bytes of the device tier that are backed at least. The tier is then elastic: ``backing`` says how
-        much of it is, and new memory may hold anything. None: all of it is. ``kv_dtype``: the codec of keys and values.
+        much of it is, and new memory may hold anything. None: all of it is.
 
         In plain memory, the operating system provides and zeroes each page when a slice first writes to it.
         """
@@ -450,8 +453,9 @@ class HybridPools(KvTiers):
         else:
             self.host = untouched_zeros((host_bytes,), torch.uint8)
         grids = [tier.grids for tier in tiers]
+        chunk_tokens, dtype, codec = form
         kv_shape = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
-        code = kv_codec.CODES.get(kv_dtype)
+        code = kv_codec.CODES.get(codec)
         used = 0 if code is None or not groups[0].layers else kv_codec.used_bytes(*kv_shape[1:])
         pages = tuple(
             GroupPages(

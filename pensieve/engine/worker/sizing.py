@@ -33,7 +33,7 @@ from pensieve.config import (
 )
 from pensieve.engine.cache.pages import PageSize, unit_pages_for
 from pensieve.engine.kv.grid import TierLayout
-from pensieve.engine.kv.pools import HybridPools, KvPools, KvTiers
+from pensieve.engine.kv.pools import HybridPools, KvFormat, KvPools, KvTiers
 from pensieve.engine.kv.virtual import driver, plain
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
 from pensieve.engine.worker.hybrid_sizing import (
@@ -396,26 +396,23 @@ def tier_sizes(
 
 def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
     """Allocate both tiers as large as ``info`` says. Raises ValueError when memory does not suffice."""
+    form = KvFormat(info.chunk_tokens, DTYPES[info.dtype], info.kv_dtype)
     try:
         if len(info.groups) > 1 or info.device_floor is not None:
             return HybridPools(
                 arch,
                 info.groups,
                 (info.device_tier, info.host_tier),
-                chunk_tokens=info.chunk_tokens,
-                dtype=DTYPES[info.dtype],
+                form=form,
                 device=torch.device(info.device),
                 floor=info.device_floor,
-                kv_dtype=info.kv_dtype,
             )
         return KvPools(
             arch,
             device_chunks=info.device_chunks,
             host_chunks=info.host_chunks,
-            chunk_tokens=info.chunk_tokens,
-            dtype=DTYPES[info.dtype],
+            form=form,
             device=torch.device(info.device),
-            kv_dtype=info.kv_dtype,
         )
     except (RuntimeError, MemoryError) as error:  # torch has no narrower class on a CPU
         # Only a GPU's error adds information: which tier did not fit, and how much memory there was.
