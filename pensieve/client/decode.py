@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -60,10 +62,17 @@ def finish_reason(number: int) -> FinishReason | int | None:
     return enum_from_number(FinishReason, number) if number else None
 
 
-def _same(kind: type[Value], message: Any, **converted: Any) -> Value:
+@cache
+def _shared_names(kind: Any, message: Any) -> tuple[str, ...]:
+    return tuple(kind.__annotations__.keys() & message.DESCRIPTOR.fields_by_name.keys())
+
+
+def _same(kind: Callable[..., Value], message: Any, **converted: Any) -> Value:
     """Make a value from the message's fields of the same name, and from those that were ``converted``."""
-    names = kind.__annotations__.keys() & message.DESCRIPTOR.fields_by_name.keys()
-    return kind(**{name: getattr(message, name) for name in names - converted.keys()}, **converted)
+    for name in _shared_names(kind, message.__class__):
+        if name not in converted:
+            converted[name] = getattr(message, name)
+    return kind(**converted)
 
 
 def item(message: pb.Item) -> Item:
