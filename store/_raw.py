@@ -1,5 +1,4 @@
-"""A session as it is stored, unverified; raw access to a whole store for maintenance; what is sound, and how to repair
-the rest.
+"""A session as it is stored, unverified; raw access to a whole store for maintenance; the examination of a session.
 
 Stores refuse what is not sound. Maintenance must see what is really there, keep its bytes (the chain hash is
 over them), and write back whole sessions.
