@@ -103,7 +103,9 @@ QKV_GAIN: Final = 2.0
 
 
 class DummySource:
-    """Makes any requested tensor. The same name, shape, dtype and kind of device give the same values.
+    """Makes any requested tensor, for benchmarks, where only shapes and dtypes matter.
+
+    The same name, shape, dtype and kind of device give the same values.
 
     Weights are normal with a standard deviation of 1/sqrt(inputs), so that activations keep their scale from
     layer to layer and logits spread by about 1; norms are identities and biases 0. Embeddings are

@@ -44,7 +44,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one tenant, over all of its keys."""
+    """Limits of one tenant, over all of its keys. None: not set, only the server's own limits apply."""
 
     max_sessions: _Count | None = None
     max_stored_bytes: _Count | None = None

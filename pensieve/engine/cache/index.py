@@ -32,7 +32,11 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Claims:
-    """The pairs, and sums over them."""
+    """The owners of shared runs: pairs (row of a run, row of an owner), and sums over them.
+
+    Pairs come and go with every turn, and each round reads all of them. So they are stored in two dense columns:
+    the last pair replaces one that is removed.
+    """
 
     def __init__(self) -> None:
         self._at: dict[tuple[int, int], int] = {}
