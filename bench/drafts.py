@@ -33,7 +33,7 @@ from pensieve.config import BATCH_LIMITS, CacheConfig, EngineOptions, SchedulerC
 from pensieve.core import Sampling, TokenArray, pack_tokens
 from pensieve.engine.build import build_engine
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Finished, Submit
 from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, Span, StepResult, StepWorker

@@ -35,11 +35,11 @@ from pensieve.config import AllReduce, EngineOptions, KvDtypeName, SwapMechanism
 from pensieve.core import RequestKey, Sampling, pack_tokens
 from pensieve.engine.build import cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Submit
 from pensieve.engine.plan import Span
-from pensieve.engine.ranks.build import build_workers
+from pensieve.engine.ranks.leader import build_workers
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.cuda_worker import CudaWorker
 

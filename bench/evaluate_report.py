@@ -24,11 +24,10 @@ from typing import Any
 from evaluation.experiments import Experiment
 from evaluation.jobs import JobResult, last_lines, without_folders
 
-from pensieve.replay.measure.report import SCHEMA, environment, version_of
-from pensieve.replay.presentation.columns import SOURCE_NAMES, Column, format_number, ratio_texts
-from pensieve.replay.presentation.compare import RULE, comparisons
-from pensieve.replay.presentation.curves import entries, panels
+from pensieve.replay.measure import SCHEMA, environment, version_of
+from pensieve.replay.presentation.curves import RULE, comparisons, entries, panels
 from pensieve.replay.presentation.plots import write_plots
+from pensieve.replay.presentation.table import SOURCE_NAMES, Column, format_number, ratio_texts
 
 PACKAGES = ("vllm", "aiohttp", "matplotlib")
 """Versions that are told here beside those that every report has."""

@@ -26,7 +26,7 @@ from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.chunk import Chunk
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 
 COST = CostModel(((0, 0.0), (4096, 1.0)), 0.2, 32)
 

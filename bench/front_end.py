@@ -21,7 +21,7 @@ from stand_ins.front_end_engine import STEP_VARIABLE
 
 from pensieve.replay.load.schedule import Due, Script
 from pensieve.replay.load.workload import Conversation, TurnLengths
-from pensieve.replay.measure.report import summarise
+from pensieve.replay.measure import summarise
 from pensieve.replay.play import player_pool
 from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets.grpc_target import PensieveTarget

@@ -36,12 +36,11 @@ from pensieve.config import EngineOptions
 from pensieve.core import Grammar, Sampling, pack_tokens
 from pensieve.engine.build import MOST_MASK_THREADS, cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
-from pensieve.engine.grammar.prototypes import Prototypes
-from pensieve.engine.grammar.structured import Structured
+from pensieve.engine.grammar import Prototypes, Structured
 from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
-from pensieve.engine.ranks.build import build_workers
+from pensieve.engine.ranks.leader import build_workers
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.torch_worker import Worker
 from pensieve.machine import usable_cores

@@ -34,12 +34,11 @@ import msgspec
 from common.provenance import commit, gpu_name, portable
 
 from pensieve.client import Client
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.replay.load.generators import CHATS, generate
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
-from pensieve.replay.load.shaping import Shaping, shape
-from pensieve.replay.load.workload import load
-from pensieve.replay.measure.report import environment
+from pensieve.replay.load.workload import Shaping, load, shape
+from pensieve.replay.measure import environment
 from pensieve.replay.play import player_pool
 from pensieve.replay.play.player_pool import ClientFailed
 from pensieve.replay.records import RunOptions
@@ -48,8 +47,7 @@ from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.operations.recording import TraceHeader, TraceRow
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario.load import Load
-from pensieve.simulate.scenario.machine import Machine
-from pensieve.simulate.scenario.memory import cache_config
+from pensieve.simulate.scenario.machine import Machine, cache_config
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.spawn import ServerProcess, SpawnError
 

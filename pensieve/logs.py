@@ -16,13 +16,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from logging.handlers import QueueHandler, QueueListener
 from queue import Queue
 from types import MappingProxyType
 from typing import Any, Final
 
+import click
 import msgspec
 
 from pensieve.event_names import EVENT_NAMES
@@ -167,6 +168,19 @@ def configure_logging(*, level: str = "INFO", json_lines: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def log_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator of a child process's command: add ``--log-level`` and ``--log-json``, and configure logging first."""
+
+    @click.option("--log-level", default="INFO")
+    @click.option("--log-json", is_flag=True)
+    @wraps(command)
+    def wrapped(*, log_level: str, log_json: bool, **others: Any) -> None:
+        configure_logging(level=log_level, json_lines=log_json)
+        command(**others)
+
+    return wrapped
 
 
 def writes_json() -> bool:

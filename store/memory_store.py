@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.errors import PensieveError
-from pensieve.store import _leases, _rules
-from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
+from pensieve.store import _rules
 from pensieve.store._codec import (
     StoredRecord,
     make_erased_record,
@@ -19,9 +18,16 @@ from pensieve.store._codec import (
     read_log,
     take_slice,
 )
-from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, may_be_about, position_of
-from pensieve.store._marks import found_by, mark_entries
-from pensieve.store._rules import CommittedRequest, Meta
+from pensieve.store._listing import (
+    decode_cursor,
+    encode_cursor,
+    found_by,
+    has_labels,
+    mark_entries,
+    may_be_about,
+    position_of,
+)
+from pensieve.store._rules import CommittedRequest, Meta, Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store.contract import (
     SLICE_RECORDS,
     BeginOutcome,
@@ -153,20 +159,20 @@ class MemoryStore:
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         known = self._known(key, request.request_id)
         hash_there = self._hash_at(key, request.known_revision)
-        begun = _leases.begin(self._meta(key), known, request, self._now(), hash_there=hash_there)
+        begun = _rules.begin(self._meta(key), known, request, self._now(), hash_there=hash_there)
         if begun.meta is not None:
             self._sessions[key].meta = begun.meta
         return begun.outcome
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        return _leases.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
+        return _rules.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         now = self._now()
         return [self._renew(lease, lease_ms, now) for lease in leases]
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
-        meta = _leases.ask_to_end(self._meta(key), request_id, order, self._now())
+        meta = _rules.ask_to_end(self._meta(key), request_id, order, self._now())
         if meta is not None:
             self._sessions[key].meta = meta
         return meta is not None
@@ -176,13 +182,14 @@ class MemoryStore:
     ) -> SessionRow:
         now = self._now()
         known = self._known(key, record.request_id)
-        meta = _rules.commit(self._meta(key), known, token, fingerprint, record, counts, now)
-        if meta is None:
+        if not _rules.check_commit(self._meta(key), known, token, fingerprint, record, now):
             return self._view(key, now)
-        return self._append(self._sessions[key], meta, record, fingerprint=fingerprint, now=now)
+        session = self._sessions[key]
+        meta = _rules.after_append(session.meta, record, counts, now)
+        return self._append(session, meta, record, fingerprint=fingerprint, now=now)
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
-        meta = _leases.abort(self._meta(key), token, called_off)
+        meta = _rules.abort(self._meta(key), token, called_off)
         if meta is not None:
             self._sessions[key].meta = meta
 
@@ -198,10 +205,10 @@ class MemoryStore:
     ) -> SessionRow:
         now = self._now()
         known = self._known(key, record.request_id)
-        meta = _rules.apply(self._meta(key), known, fingerprint, record, counts, expected_revision, now)
-        if meta is None:
+        if not _rules.check_apply(self._meta(key), known, fingerprint, record, expected_revision, now):
             return self._view(key, now)
         session = self._sessions[key]
+        meta = _rules.after_append(session.meta, record, counts, now)
         stored = [make_erased_record(one) for one in erased_records]
         for one in stored:
             _rules.check_replaces(one, session.log[one.revision - 1].head_hash, meta)
@@ -269,7 +276,7 @@ class MemoryStore:
 
     def _renew(self, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer:
         try:
-            news, meta = _leases.renew(self._meta(lease.key), lease.token, lease_ms, now)
+            news, meta = _rules.renew(self._meta(lease.key), lease.token, lease_ms, now)
         except PensieveError as error:
             return error
         self._sessions[lease.key].meta = meta

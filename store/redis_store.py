@@ -24,17 +24,16 @@ from pensieve.store._codec import (
     read_all_slices,
     read_log,
 )
-from pensieve.store._leases import single_answer
-from pensieve.store._listing import may_be_about
-from pensieve.store._marks import found_by, mark_entries
+from pensieve.store._listing import found_by, mark_entries, may_be_about
 from pensieve.store._redis import scripts
 from pensieve.store._redis.acknowledged import AcknowledgedChanges, DurableHeads
 from pensieve.store._redis.clients import gather_all
 from pensieve.store._redis.dump import RedisDump
-from pensieve.store._redis.index import BATCH, RedisIndex
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
+    BATCH,
     Fields,
+    RedisIndex,
     append_args,
     as_fields,
     check_requests,
@@ -47,7 +46,7 @@ from pensieve.store._redis.rows import (
     read_row,
     session_keys,
 )
-from pensieve.store._rules import TOMBSTONE_MS, check_first
+from pensieve.store._rules import TOMBSTONE_MS, check_first, single_answer
 from pensieve.store.contract import (
     SLICE_RECORDS,
     Began,

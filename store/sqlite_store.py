@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from pensieve.errors import DataLoss, PensieveError
-from pensieve.store import _leases, _rules
-from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
+from pensieve.store import _rules
 from pensieve.store._codec import make_erased_record, marking_damage, read_all_slices, read_log, take_slice
-from pensieve.store._listing import decode_cursor, encode_cursor, may_be_about, position_of
-from pensieve.store._marks import found_by
+from pensieve.store._listing import decode_cursor, encode_cursor, found_by, may_be_about, position_of
+from pensieve.store._rules import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store._sqlite.rows import DamagedSession, Rows
@@ -214,7 +213,7 @@ class SqliteStore:
                 before is not None and at < before.row.revision
             )  # the row has the hash of its head
             hash_there = rows.hash_at(key, at) if request.known_head and is_behind_head else ""
-            begun = _leases.begin(before, known, request, self._now(), hash_there=hash_there)
+            begun = _rules.begin(before, known, request, self._now(), hash_there=hash_there)
             if begun.meta is not None:
                 rows.put(key, begun.meta)
             return begun.outcome
@@ -222,7 +221,7 @@ class SqliteStore:
         return await self._write(work, flush=False)
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        return _leases.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
+        return _rules.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         def work(rows: Rows) -> list[RenewalAnswer | DamagedSession]:
@@ -253,7 +252,7 @@ class SqliteStore:
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         def work(rows: Rows) -> bool:
-            meta = _leases.ask_to_end(rows.meta(key), request_id, order, self._now())
+            meta = _rules.ask_to_end(rows.meta(key), request_id, order, self._now())
             if meta is not None:
                 rows.put(key, meta)
             return meta is not None
@@ -266,19 +265,17 @@ class SqliteStore:
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
             known = rows.committed_request(key, record.request_id)
-            meta = _rules.commit(before, known, token, fingerprint, record, counts, now)
-            after = (
-                _rules.require_present(before, now)
-                if meta is None
-                else rows.append(key, meta, record, fingerprint)
-            )
-            return _rules.view(after, now)
+            fresh = _rules.check_commit(before, known, token, fingerprint, record, now)
+            meta = _rules.require_present(before, now)
+            if fresh:
+                meta = rows.append(key, _rules.after_append(meta, record, counts, now), record, fingerprint)
+            return _rules.view(meta, now)
 
         return await self._write(work)
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
         def work(rows: Rows) -> None:
-            meta = _leases.abort(rows.meta(key), token, called_off)
+            meta = _rules.abort(rows.meta(key), token, called_off)
             if meta is not None:
                 rows.put(key, meta)
 
@@ -299,9 +296,11 @@ class SqliteStore:
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
             known = rows.committed_request(key, record.request_id)
-            meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
-            if meta is None:
-                return _rules.view(_rules.require_present(before, now), now)
+            fresh = _rules.check_apply(before, known, fingerprint, record, expected_revision, now)
+            meta = _rules.require_present(before, now)
+            if not fresh:
+                return _rules.view(meta, now)
+            meta = _rules.after_append(meta, record, counts, now)
             for one in stored:
                 _rules.check_replaces(one, rows.hash_at(key, one.revision), meta)
                 rows.shrink(key, one)
@@ -391,7 +390,7 @@ def _damaged_rows(key: Key) -> DataLoss:
 
 def _renew_one(rows: Rows, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer | DamagedSession:
     try:
-        news, meta = _leases.renew(rows.meta(lease.key), lease.token, lease_ms, now)
+        news, meta = _rules.renew(rows.meta(lease.key), lease.token, lease_ms, now)
     except (PensieveError, DamagedSession) as error:
         return error
     rows.put(lease.key, meta)

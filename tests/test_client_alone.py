@@ -29,7 +29,7 @@ PARTS = (
     "pensieve.cli.chat",
     "pensieve.cli.main",
     "pensieve.cli.gateway",
-    "pensieve.cli.memory",
+    "pensieve.cli.admin",
     "pensieve.cli.sessions",
     "pensieve.cli.top.command",
     "pensieve.replay.command",

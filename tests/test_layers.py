@@ -46,11 +46,10 @@ LEAVES: dict[str, set[str]] = {
 
 NO_TORCH = (
     "pensieve.cli", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.beams",
-    "pensieve.engine.cache", "pensieve.engine.cost", "pensieve.engine.elastic", "pensieve.engine.grammar",
-    "pensieve.engine.messages", "pensieve.engine.plan",
-    "pensieve.engine.process", "pensieve.engine.scheduling", "pensieve.errors", "pensieve.frames",
-    "pensieve.machine", "pensieve.options", "pensieve.replay", "pensieve.server", "pensieve.simulate",
-    "pensieve.store",
+    "pensieve.engine.cache", "pensieve.engine.cost", "pensieve.engine.cost_profiles", "pensieve.engine.elastic",
+    "pensieve.engine.grammar", "pensieve.engine.messages", "pensieve.engine.plan", "pensieve.engine.process",
+    "pensieve.engine.scheduling", "pensieve.errors", "pensieve.frames", "pensieve.machine", "pensieve.options",
+    "pensieve.replay", "pensieve.server", "pensieve.simulate", "pensieve.store",
 )  # fmt: skip
 """Importable where torch and triton do not exist; packages with all their modules."""
 

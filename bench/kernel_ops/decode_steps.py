@@ -23,8 +23,7 @@ import torch
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import program
-from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
-from pensieve.engine.worker.program import ProgramSize, SharedState, StepProgram
+from pensieve.engine.worker.program import CudaBatch, ProgramSize, SharedState, StepProgram, make_cuda_batch
 from pensieve.kernels import ragged_paged_attention as attention_kernels
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity, capacity_for

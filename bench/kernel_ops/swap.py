@@ -17,7 +17,7 @@ import torch
 from common.provenance import table
 
 from pensieve.engine.kv.mechanisms import RunCopy, make_copy
-from pensieve.engine.kv.pools import KvPools, PinnedMemory
+from pensieve.engine.kv.pools import KvFormat, KvPools, PinnedMemory
 from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan
@@ -199,7 +199,7 @@ def make_pools(kv_heads: int) -> KvPools:
     """The pools of a model of 40 layers in bfloat16, with 16 KiB a run and KV head."""
     arch = cast(Arch, SimpleNamespace(num_layers=40, num_kv_heads=kv_heads, head_dim=128))
     return KvPools(
-        arch, device_chunks=256, host_chunks=128, chunk_tokens=32, dtype=torch.bfloat16, device=torch.device("cuda")
+        arch, device_chunks=256, host_chunks=128, form=KvFormat(32, torch.bfloat16), device=torch.device("cuda")
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import click
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Sampling, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.messages import Submit
 from pensieve.engine.plan import Plan, Sampled, StepResult
 from pensieve.engine.scheduling.drafts import MOST_DRAFTS

@@ -16,7 +16,7 @@ import click
 
 from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig, batch_limits
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.error import URLError
@@ -51,42 +51,36 @@ GIB = 1024**3
 class Check(msgspec.Struct, frozen=True, omit_defaults=True):
     """One finding. ``fail`` blocks a server with these options, ``note`` is a drawback, ``fix`` says what to do."""
 
-    area: str
     name: str
     state: State
     found: str
     fix: str = ""
+    area: str = ""
 
 
 def system() -> Iterator[Check]:
     version = platform.python_version()
-    yield Check(
-        "system", "python", "ok" if sys.version_info >= (3, 11) else "fail", version, "install Python 3.11"
-    )
-    yield Check("system", "platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
-    yield Check("system", "cores", "ok", str(usable_cores()))
+    yield Check("python", "ok" if sys.version_info >= (3, 11) else "fail", version, "install Python 3.11")
+    yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
+    yield Check("cores", "ok", str(usable_cores()))
     found_memory = memory()
     total, free = found_memory.total, found_memory.available
     state: State = "ok" if free > 2 * GIB else "note"
     found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB available"
-    yield Check(
-        "system", "memory", state, found, "" if state == "ok" else "lower --device-cache and --host-cache"
-    )
+    yield Check("memory", state, found, "" if state == "ok" else "lower --device-cache and --host-cache")
 
 
 def packages() -> Iterator[Check]:
     if not extras.installed("server"):
-        yield Check(
-            "packages", "server", "fail", "only a client is installed", "pip install 'pensieve[server]'"
-        )
+        yield Check("server", "fail", "only a client is installed", "pip install 'pensieve[server]'")
     for name, part in sorted(_dependencies().items()):
         try:
-            yield Check("packages", name, "ok", importlib.metadata.version(name))
+            yield Check(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             if part != _CLIENT and not extras.installed("server"):
                 continue  # the finding above covers them
             needed = name != "triton"  # exists for Linux only; elsewhere the reference kernels run
-            yield Check("packages", name, "fail" if needed else "note", "missing", f"pip install '{part}'")
+            yield Check(name, "fail" if needed else "note", "missing", f"pip install '{part}'")
     yield _kernels_package()
 
 
@@ -114,57 +108,44 @@ def _kernels_package() -> Check:
     """Check which package transformers would import as `kernels`: ours must never be a top-level package."""
     spec = importlib.util.find_spec("kernels")
     if spec is None:
-        return Check("packages", "kernels", "ok", "no other package has this name, as it should be")
+        return Check("kernels", "ok", "no other package has this name, as it should be")
     if spec.origin is None:
         places = ", ".join(spec.submodule_search_locations or [])
         return Check(
-            "packages",
             "kernels",
             "note",
             f"a folder without __init__.py in {places} is on sys.path",
             "start with `pensieve`, not with `python -m` in the checkout",
         )
     try:
-        return Check(
-            "packages", "kernels", "ok", f"the PyPI package, {importlib.metadata.version('kernels')}"
-        )
+        return Check("kernels", "ok", f"the PyPI package, {importlib.metadata.version('kernels')}")
     except importlib.metadata.PackageNotFoundError:
-        return Check(
-            "packages", "kernels", "fail", f"shadowed by {spec.origin}", "remove that folder from sys.path"
-        )
+        return Check("kernels", "fail", f"shadowed by {spec.origin}", "remove that folder from sys.path")
 
 
 def store(url: str) -> Iterator[Check]:
     """Check the history store: library version, folder or connection. Creates nothing."""
     if url == "memory:":
-        yield Check(
-            "store", "memory", "note", "history is lost when the server ends", "--store sqlite:///PATH"
-        )
+        yield Check("memory", "note", "history is lost when the server ends", "--store sqlite:///PATH")
     elif url.startswith("sqlite:"):
         yield from _sqlite(Path(url.removeprefix("sqlite:///")))
     elif url.startswith(("redis://", "rediss://")):
         yield _redis(url)
     else:
         where = urlsplit(url).netloc.rpartition("@")[2]
-        yield Check(
-            "store", "redis", "note", f"{where}: several servers, checked when `pensieve serve` starts"
-        )
+        yield Check("redis", "note", f"{where}: several servers, checked when `pensieve serve` starts")
 
 
 def _sqlite(path: Path) -> Iterator[Check]:
     good = sqlite3.sqlite_version_info >= OLDEST_SQLITE
     oldest = ".".join(map(str, OLDEST_SQLITE))
-    yield Check(
-        "store", "sqlite", "ok" if good else "fail", sqlite3.sqlite_version, "" if good else f"needs {oldest}"
-    )
+    yield Check("sqlite", "ok" if good else "fail", sqlite3.sqlite_version, "" if good else f"needs {oldest}")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     target = path if path.exists() else folder
     if os.access(target, os.R_OK | os.W_OK) and os.access(folder, os.W_OK | os.X_OK):
-        yield Check("store", "file", "ok", f"{path}{'' if path.exists() else ' (does not exist yet)'}")
+        yield Check("file", "ok", f"{path}{'' if path.exists() else ' (does not exist yet)'}")
     else:
-        yield Check(
-            "store", "file", "fail", f"{target} is not writable", "choose another --store sqlite:///PATH"
-        )
+        yield Check("file", "fail", f"{target} is not writable", "choose another --store sqlite:///PATH")
 
 
 def _redis(url: str) -> Check:
@@ -173,7 +154,7 @@ def _redis(url: str) -> Check:
     try:
         redis = importlib.import_module("redis")
     except ImportError as error:
-        return Check("store", "redis", "fail", f"no client: {error}", "pip install 'pensieve[server]'")
+        return Check("redis", "fail", f"no client: {error}", "pip install 'pensieve[server]'")
     query = urlencode(
         [pair for pair in parse_qsl(parts.query) if pair[0] != "replicas"]
     )  # our own parameter, unknown to the client library
@@ -183,16 +164,14 @@ def _redis(url: str) -> Check:
     try:
         info = client.info()
     except redis.RedisError as error:
-        return Check("store", "redis", "fail", f"{where}: {error}", "start redis-server, or correct --store")
+        return Check("redis", "fail", f"{where}: {error}", "start redis-server, or correct --store")
     finally:
         client.close()
     version = info["redis_version"]
     if not info.get("aof_enabled"):
         fix = "redis-cli config set appendonly yes"
-        return Check(
-            "store", "redis", "note", f"{where}: {version}, no append-only file: a crash loses history", fix
-        )
-    return Check("store", "redis", "ok", f"{where}: {version}, append-only file on")
+        return Check("redis", "note", f"{where}: {version}, no append-only file: a crash loses history", fix)
+    return Check("redis", "ok", f"{where}: {version}, append-only file on")
 
 
 def model(name: str) -> Iterator[Check]:
@@ -204,20 +183,20 @@ def model(name: str) -> Iterator[Check]:
     if name != "demo" and not is_path(name) and not user_path(name).exists():
         fix = "pass a folder or a GGUF file, or let `pensieve serve` download it"
         found = "not a folder or file here; other names are resolved when the server starts"
-        yield Check("model", name, "note", found, fix)
+        yield Check(name, "note", found, fix)
         return
     try:
         folder = resolve_model(name)
         arch = load_arch(folder)
     except ModelError as error:
         fix = "pass a model folder of a supported family, a GGUF file, `smollm2` or `demo`"
-        yield Check("model", "architecture", "fail", str(error), fix)
+        yield Check("architecture", "fail", str(error), fix)
         return
     except ImportError as error:
-        yield Check("model", "packages", "fail", f"no {error.name}", "pip install 'pensieve[gguf]'")
+        yield Check("packages", "fail", f"no {error.name}", "pip install 'pensieve[gguf]'")
         return
     found = f"{arch.family}, {arch.num_layers} layers, context {arch.context_limit}, {arch.num_parameters / 1e6:.1f} M"
-    yield Check("model", "architecture", "ok", found)
+    yield Check("architecture", "ok", found)
     yield _weights(folder)
     yield from _tokenizer(folder)
 
@@ -226,18 +205,18 @@ def _weights(folder: Path) -> Check:
     if folder.is_file():
         headers = read_gguf(folder).headers
         size = sum(path.stat().st_size for path, _ in headers)
-        return Check("model", "weights", "ok", f"{len(headers)} GGUF file(s), {size / GIB:.2f} GiB")
+        return Check("weights", "ok", f"{len(headers)} GGUF file(s), {size / GIB:.2f} GiB")
 
     from pensieve.model.arch import ModelError
-    from pensieve.model.files import weight_files
+    from pensieve.model.folder import weight_files
 
     try:
         files = weight_files(folder)
     except ModelError as error:
         fix = "download the whole model (only safetensors files are read), or use --load-format dummy"
-        return Check("model", "weights", "fail", str(error), fix)
+        return Check("weights", "fail", str(error), fix)
     size = sum(file.stat().st_size for file in files)
-    return Check("model", "weights", "ok", f"{len(files)} file(s), {size / GIB:.2f} GiB")
+    return Check("weights", "ok", f"{len(files)} file(s), {size / GIB:.2f} GiB")
 
 
 def _tokenizer(folder: Path) -> Iterator[Check]:
@@ -247,13 +226,13 @@ def _tokenizer(folder: Path) -> Iterator[Check]:
     try:
         tokenizer = read_folder(folder)
     except InvalidArgument as error:
-        yield Check("model", "tokenizer", "fail", error.message, "download the model's tokenizer files too")
+        yield Check("tokenizer", "fail", error.message, "download the model's tokenizer files too")
         return
-    yield Check("model", "tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
+    yield Check("tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
     has_template = tokenizer.template is not None
     fix = "" if has_template else "--chat-template FILE.jinja"
     found = "the model's own" if has_template else "none: turns are concatenated as plain text"
-    yield Check("model", "chat template", "ok" if has_template else "note", found, fix)
+    yield Check("chat template", "ok" if has_template else "note", found, fix)
 
 
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
@@ -266,19 +245,15 @@ def accelerator() -> Iterator[Check]:
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        yield Check(
-            "accelerator", "torch", "fail", f"cannot be imported: {error}", "pip install torch==2.13.0"
-        )
+        yield Check("torch", "fail", f"cannot be imported: {error}", "pip install torch==2.13.0")
         return
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    yield Check(
-        "accelerator", "torch", "ok", f"{torch.__version__}, {built}, {torch.get_num_threads()} threads"
-    )
+    yield Check("torch", "ok", f"{torch.__version__}, {built}, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
         yield _no_gpu(torch)
         return
     driver = driver_version()
-    yield Check("accelerator", "driver", "ok", driver or "version unknown")
+    yield Check("driver", "ok", driver or "version unknown")
     for index in range(torch.cuda.device_count()):
         yield _gpu(torch, index)
     yield from gpu_links(torch)
@@ -311,7 +286,7 @@ def _no_gpu(torch: Any) -> Check:
     else:
         found = f"none: driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda} sees no device"
         fix = "update the driver to one for that CUDA, and check CUDA_VISIBLE_DEVICES"
-    return Check("accelerator", "gpu", "note", found, fix)
+    return Check("gpu", "note", found, fix)
 
 
 def _gpu(torch: Any, index: int) -> Check:
@@ -323,22 +298,20 @@ def _gpu(torch: Any, index: int) -> Check:
         f"{total / GIB:.0f} GiB, {free / GIB:.0f} GiB free"
     )
     if capability < OLDEST_CAPABILITY:
-        return Check(
-            "accelerator", f"gpu {index}", "fail", found, "needs compute capability 8.0; use --device cpu"
-        )
+        return Check(f"gpu {index}", "fail", found, "needs compute capability 8.0; use --device cpu")
     if free < total / 2:
-        return Check("accelerator", f"gpu {index}", "note", found, "other programs use it: see nvidia-smi")
-    return Check("accelerator", f"gpu {index}", "ok", found)
+        return Check(f"gpu {index}", "note", found, "other programs use it: see nvidia-smi")
+    return Check(f"gpu {index}", "ok", found)
 
 
 def _triton() -> Check:
     try:
         version = str(importlib.import_module("triton").__version__)
     except ImportError as error:
-        return Check("accelerator", "triton", "fail", f"cannot be imported: {error}", "pip install triton")
+        return Check("triton", "fail", f"cannot be imported: {error}", "pip install triton")
     old = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TRITON
     fix = f"needs {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}" if old else ""
-    return Check("accelerator", "triton", "fail" if old else "ok", version, fix)
+    return Check("triton", "fail" if old else "ok", version, fix)
 
 
 def _compiler() -> Check:
@@ -346,17 +319,17 @@ def _compiler() -> Check:
     found = next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
     if found is None:
         fix = "install gcc, or set CC to a compiler: Triton's kernels need one"
-        return Check("accelerator", "C compiler", "note", "no gcc, clang or cc", fix)
-    return Check("accelerator", "C compiler", "ok", found)
+        return Check("C compiler", "note", "no gcc, clang or cc", fix)
+    return Check("C compiler", "ok", found)
 
 
 def _pinned() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Check("accelerator", "pinned memory", "ok", "no limit (ulimit -l)")
+        return Check("pinned memory", "ok", "no limit (ulimit -l)")
     found = f"ulimit -l is {soft / 1024:.0f} KiB; CUDA's own pinning usually ignores this limit"
     fix = "if pinning the host tier fails: ulimit -l unlimited, docker run --ulimit memlock=-1"
-    return Check("accelerator", "pinned memory", "note", found, fix)
+    return Check("pinned memory", "note", found, fix)
 
 
 TOPOLOGY_TIMEOUT_S: Final = 10.0
@@ -390,17 +363,16 @@ def gpu_links(torch: Any) -> Iterator[Check]:
     if without_access:
         fix = "--tensor-parallel copies through host memory there, slowly: check for an IOMMU or a virtual machine"
         yield Check(
-            "accelerator",
             "gpu links",
             "note",
             f"{found}; no peer access {_format_pairs(without_access, pairs)}",
             fix,
         )
     elif any(kind.startswith("NV") for kind in by_kind):
-        yield Check("accelerator", "gpu links", "ok", found)
+        yield Check("gpu links", "ok", found)
     else:
         fix = "--tensor-parallel gains little over PCIe; run one server for each GPU unless the model needs several"
-        yield Check("accelerator", "gpu links", "note", found, fix)
+        yield Check("gpu links", "note", found, fix)
 
 
 def topology(matrix: str) -> dict[Pair, str]:
@@ -458,10 +430,10 @@ def port(name: str, address: str) -> Check:
     except OSError as error:
         if error.errno == errno.EADDRINUSE and (_serves_metrics if name == "admin" else _serves)(address):
             fix = f"none needed; a second server needs another --{name}"
-            return Check("ports", name, "note", f"{address}: a Pensieve server is running there", fix)
+            return Check(name, "note", f"{address}: a Pensieve server is running there", fix)
         fix = f"stop the program that uses it, or choose another --{name}"
-        return Check("ports", name, "fail", f"{address}: {error.strerror or error}", fix)
-    return Check("ports", name, "ok", f"{address}{': any free port' if number == 0 else ' is free'}")
+        return Check(name, "fail", f"{address}: {error.strerror or error}", fix)
+    return Check(name, "ok", f"{address}{': any free port' if number == 0 else ' is free'}")
 
 
 def _serves(address: str) -> bool:
@@ -495,15 +467,15 @@ _COLOUR = {"ok": "green", "note": "yellow", "fail": "red"}
 
 def run_checks(resolved: options.ServeOptions) -> list[Check]:
     is_server = extras.installed("server")
-    return [
-        *system(),
-        *packages(),
-        *(accelerator() if is_server else ()),
-        *store(resolved.store),
-        *(model(resolved.model) if is_server else ()),
-        port("listen", resolved.listen),
-        port("admin", resolved.admin),
-    ]
+    areas: dict[str, Iterable[Check]] = {
+        "system": system(),
+        "packages": packages(),
+        "accelerator": accelerator() if is_server else (),
+        "store": store(resolved.store),
+        "model": model(resolved.model) if is_server else (),
+        "ports": (port("listen", resolved.listen), port("admin", resolved.admin)),
+    }
+    return [msgspec.structs.replace(check, area=area) for area, checks in areas.items() for check in checks]
 
 
 def show(findings: list[Check], console: Console) -> None:

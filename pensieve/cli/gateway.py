@@ -17,6 +17,13 @@ from pensieve.options.table import HTTP_LIMITS
 from pensieve.options.values import Parser, duration, is_loopback, names, origins, split_address
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+_DOOR_FIELDS: Final = {
+    "http_max_body": "max_body_bytes",
+    "http_patience_s": "patience_s",
+    "http_cors_origin": "cors_origins",
+    "http_host": "hosts",
+}
+"""Field of ``ServeOptions`` → field of ``DoorSettings``."""
 
 
 def _http_limits(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +34,7 @@ def _http_limits(command: Callable[..., Any]) -> Callable[..., Any]:
         shown = "" if default is None else f"  [default: {default:g}{option.unit}]"
         command = click.option(
             f"--{option.name.removeprefix('http-')}",
-            option.field,
+            _DOOR_FIELDS[option.field],
             multiple=option.parse in (origins, names),
             callback=_callback_for(option.parse, default),
             metavar=option.metavar,
@@ -65,6 +72,7 @@ def _callback_for(parse: Parser, default: object = None) -> Callable[..., object
 )
 @click.option(
     "--heartbeat",
+    "heartbeat_s",
     default="10s",
     show_default=True,
     metavar="TIME",
@@ -75,15 +83,10 @@ def _callback_for(parse: Parser, default: object = None) -> Callable[..., object
 def gateway(
     target: str,
     listen: str,
-    tls: bool,
     tls_cert: Path | None,
     tls_key: Path | None,
     insecure_i_know: bool,
-    heartbeat: float,
-    http_max_body: int,
-    http_patience_s: float,
-    http_cors_origin: str | None,
-    http_host: str | None,
+    **given: Any,
 ) -> None:
     """Serve the OpenAI HTTP API in front of a Pensieve server.
 
@@ -109,16 +112,11 @@ def gateway(
         raise click.UsageError(
             f"--tls-cert, --tls-key: {tls_cert} and {tls_key} are not a PEM certificate and its key ({error})"
         ) from error
+    given["max_body_bytes"] <<= 20
+    for words in ("cors_origins", "hosts"):
+        given[words] = tuple((given[words] or "").split())
     settings = door.DoorSettings(
-        target,
-        tls,
-        max_body_bytes=http_max_body << 20,
-        patience_s=http_patience_s,
-        cors_origins=tuple((http_cors_origin or "").split()),
-        on_loopback=on_loopback,
-        hosts=tuple((http_host or "").split()),
-        wants_keys=not (on_loopback or insecure_i_know),
-        heartbeat_s=heartbeat,
+        target, on_loopback=on_loopback, wants_keys=not (on_loopback or insecure_i_know), **given
     )
     if settings.wants_keys and asyncio.run(door.needs_no_key(settings)):
         raise click.UsageError(

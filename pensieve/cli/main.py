@@ -83,7 +83,7 @@ SUBCOMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "gateway": ("pensieve.cli.gateway", "gateway", "Serve the OpenAI HTTP API in front of a server."),
     "memory": (
-        "pensieve.cli.memory",
+        "pensieve.cli.admin",
         "memory",
         "Show or change the size of a server's device cache.",
     ),

@@ -6,16 +6,16 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pensieve.cli.server_errors import BadModel
+from pensieve.cli.output import BadModel
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, KvDtypeName, LoadFormat
-from pensieve.engine.cost.profiles import (
+from pensieve.engine.cost_profiles import (
     MAX_CONTEXT,
     CostPoint,
     Prober,
@@ -157,7 +157,12 @@ def _show_kv_error(options: EngineOptions, text: Path | None) -> None:
     help="Measurements per context length.",
 )
 @click.option(
-    "--threads", type=click.IntRange(0), default=0, metavar="N", help="CPU threads; 0: one per core."
+    "--threads",
+    "torch_threads",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="CPU threads; 0: one per core.",
 )
 @click.option(
     "--tensor-parallel",
@@ -192,27 +197,20 @@ def _show_kv_error(options: EngineOptions, text: Path | None) -> None:
     help="Text for --kv-error.  [default: sentences of the demo]",
 )
 def profile(
-    model: str,
-    device: DeviceName,
-    dtype: DtypeName,
-    kv_dtype: KvDtypeName,
-    load_format: LoadFormat,
-    chunk_tokens: int,
     longest: int | None,
     repeats: int,
-    threads: int,
-    tensor_parallel: int,
     output: Path | None,
     machine_file: Path | None,
     kv_error: bool,
     text: Path | None,
+    **engine: Any,
 ) -> None:
     """Measure the cost of recomputing a chunk on this machine.
 
     `pensieve serve` uses the result, stored per model, device, dtypes, chunk size and number of GPUs. Pass a
     file stored elsewhere with `pensieve serve --cost-profile FILE`.
     """
-    from pensieve.engine.ranks.build import build_workers
+    from pensieve.engine.ranks.leader import build_workers
     from pensieve.model.arch import ModelError
     from pensieve.model.folder import load_arch
     from pensieve.model.resolve import display_name, resolve_model
@@ -223,17 +221,9 @@ def profile(
             f"cannot write {machine_file}: its folder does not exist or is not writable"
         )
     try:
-        folder = resolve_model(model)
-        options = EngineOptions(
-            model=str(folder),
-            device=device,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            load_format=load_format,
-            chunk_tokens=chunk_tokens,
-            torch_threads=threads,
-            tensor_parallel=tensor_parallel,
-        )
+        folder = resolve_model(engine["model"])
+        options = EngineOptions(**engine | {"model": str(folder)})
+        chunk_tokens = options.chunk_tokens
         if kv_error:
             return _show_kv_error(options, text)
         limit = load_arch(folder).context_limit
@@ -258,7 +248,7 @@ def profile(
     with contextlib.closing(worker):
         points = _measure_with_progress(prober(worker), longest, chunk_tokens, repeats)
         name = device_name(worker.info)
-        shown = display_name(model)
+        shown = display_name(engine["model"])
         result = describe(worker, shown, points, device_name=name, repeats=repeats)
         path = output or profile_path(worker, name)
         if machine_file is not None:

@@ -17,9 +17,8 @@ import click
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from pensieve.cli import completion, output
-from pensieve.cli.output import clean
-from pensieve.cli.server_errors import describe_error, usage_error
+from pensieve.cli import output
+from pensieve.cli.output import clean, describe_error, usage_error
 from pensieve.client import (
     Client,
     ErasedSession,
@@ -32,6 +31,7 @@ from pensieve.client import (
     Turn,
 )
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
+from pensieve.options.commands import complete_session_ids
 from pensieve.options.serve import ServeOptions
 
 MAX_MATCHES_SHOWN = 5
@@ -387,7 +387,7 @@ def list_(
 
 @sessions.command()
 @_connection
-@click.argument("session_id", metavar="ID", shell_complete=completion.complete_session_ids)
+@click.argument("session_id", metavar="ID", shell_complete=complete_session_ids)
 @click.option(
     "--turns",
     type=click.IntRange(min=0),
@@ -432,9 +432,7 @@ def show(server: Server, session_id: str, turns: int, text: bool, as_json: bool)
 
 @sessions.command()
 @_connection
-@click.argument(
-    "session_ids", metavar="ID…", nargs=-1, required=True, shell_complete=completion.complete_session_ids
-)
+@click.argument("session_ids", metavar="ID…", nargs=-1, required=True, shell_complete=complete_session_ids)
 @click.option("--yes", is_flag=True, help="Erase without confirmation; requires full ids.")
 def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
     """Erase sessions and all that was said in them. This cannot be undone."""
@@ -501,7 +499,7 @@ def _print_erased(session: ErasedSession) -> None:
 
 @sessions.command()
 @_connection
-@click.argument("session_id", metavar="[ID]", required=False, shell_complete=completion.complete_session_ids)
+@click.argument("session_id", metavar="[ID]", required=False, shell_complete=complete_session_ids)
 @click.option("--subject", metavar="NAME", help="Instead of an ID: every session about a person.")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write to a new file, not to stdout."

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from pensieve.client import _requests, decode
 from pensieve.client._requests import InputLike
+from pensieve.client._retry import Backoff
 from pensieve.client._steps import Flow, Invoke, Tries, call
 from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
@@ -168,7 +169,7 @@ class SessionCore:
     ) -> TurnMachine:
         return TurnMachine(
             request,
-            policy=self.settings.retry,
+            backoff=Backoff(self.settings.retry),
             timeout=timeout,
             wait_if_busy=wait_if_busy,
             abandoned=self.abandoned,

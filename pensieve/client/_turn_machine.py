@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from pensieve.client import decode
-from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
+from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, Verdict, verdict
 from pensieve.client._transport import MAX_TIMEOUT_S
 from pensieve.client._values import FinishReason, Piece, Progress, Turn
 from pensieve.core import TokenLogprob
@@ -40,12 +40,11 @@ class TurnMachine:
         self,
         request: pb.StreamTurnRequest,
         *,
-        policy: RetryPolicy,
+        backoff: Backoff,
         timeout: float | None = None,
         wait_if_busy: bool = False,
         abandoned: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
-        backoff: Backoff | None = None,
     ) -> None:
         self.request_id = request.turn.request_id
         self.session = request.session
@@ -61,7 +60,7 @@ class TurnMachine:
         self._request = request
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
-        self._backoff = backoff or Backoff(policy, clock=clock)
+        self._backoff = backoff
         self.discard_on_close = request.on_disconnect != pb.DISCONNECT_POLICY_FINISH
         """Whether the turn is discarded if the client closes the stream before its end."""
         self._wait_if_busy = wait_if_busy

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cache
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -34,6 +37,7 @@ from pensieve.client._values import (
 from pensieve.core import HintReceipt, TokenLogprob, TokenText, Usage
 from pensieve.v1 import pensieve_pb2 as pb
 
+Value = TypeVar("Value")
 SESSION_STATES = {
     pb.Session.STATE_ACTIVE: SessionState.ACTIVE,
     pb.Session.STATE_DAMAGED: SessionState.DAMAGED,
@@ -58,67 +62,63 @@ def finish_reason(number: int) -> FinishReason | int | None:
     return enum_from_number(FinishReason, number) if number else None
 
 
+@cache
+def _shared_names(kind: Any, message: Any) -> tuple[str, ...]:
+    return tuple(kind.__annotations__.keys() & message.DESCRIPTOR.fields_by_name.keys())
+
+
+def _same(kind: Callable[..., Value], message: Any, **converted: Any) -> Value:
+    """Make a value from the message's fields of the same name, and from those that were ``converted``."""
+    for name in _shared_names(kind, message.__class__):
+        if name not in converted:
+            converted[name] = getattr(message, name)
+    return kind(**converted)
+
+
 def item(message: pb.Item) -> Item:
-    return Item(
-        item=message.item,
+    return _same(
+        Item,
+        message,
         role=enum_from_number(Role, message.role),
-        text=message.text,
         token_ids=tuple(message.tokens.ids),
-        request_id=message.request_id,
         finish_reason=finish_reason(message.finish_reason),
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
-        call_id=message.call_id,
     )
 
 
 def usage(message: pb.Usage) -> Usage:
-    return Usage(
-        context_tokens=message.context_tokens,
-        new_tokens=message.new_tokens,
-        gpu_cached_tokens=message.gpu_cached_tokens,
-        swapped_in_tokens=message.swapped_in_tokens,
-        recomputed_tokens=message.recomputed_tokens,
-        output_tokens=message.output_tokens,
+    return _same(
+        Usage,
+        message,
         queue_s=seconds(message.queue_time),
         restore_s=seconds(message.restore_time),
         prefill_s=seconds(message.prefill_time),
         decode_s=seconds(message.decode_time),
-        drafted_tokens=message.drafted_tokens,
-        accepted_tokens=message.accepted_tokens,
     )
 
 
 def turn(message: pb.Turn) -> Turn:
-    return Turn(
-        session=message.session,
-        request_id=message.request_id,
+    return _same(
+        Turn,
+        message,
         state=TURN_STATES.get(message.state, TurnState.UNSPECIFIED),
         text=message.output.text,
         finish_reason=finish_reason(message.finish_reason),
         usage=usage(message.usage),
-        revision=message.revision,
-        base_revision=message.base_revision,
-        seed=message.seed,
-        stop_sequence=message.stop_sequence,
         input=tuple(item(part) for part in message.input),
         output=item(message.output) if message.HasField("output") else None,
-        discard_reason=message.discard_reason,
         candidates=tuple(candidate(part) for part in message.candidates),
         chosen=message.chosen_candidate,
         hints=hints(message.hints) if message.HasField("hints") else None,
         annotations=dict(message.annotations),
-        numerics=message.numerics,
     )
 
 
 def candidate(message: pb.Candidate) -> Candidate:
-    return Candidate(
-        candidate=message.candidate,
-        text=message.text,
-        output_tokens=message.output_tokens,
+    return _same(
+        Candidate,
+        message,
         finish_reason=finish_reason(message.finish_reason),
-        stop_sequence=message.stop_sequence,
-        seed=message.seed,
         mean_logprob=message.mean_logprob if message.HasField("mean_logprob") else None,
         token_ids=tuple(message.tokens.ids),
     )
@@ -154,12 +154,7 @@ def piece(message: pb.TurnDelta) -> Piece:
 
 
 def progress(message: pb.TurnProgress) -> Progress:
-    return Progress(
-        phase=enum_from_number(Phase, message.phase),
-        queue_position=message.queue_position,
-        tokens_done=message.tokens_done,
-        tokens_total=message.tokens_total,
-    )
+    return _same(Progress, message, phase=enum_from_number(Phase, message.phase))
 
 
 def sampling(message: pb.SamplingParams) -> dict[str, object]:
@@ -182,13 +177,10 @@ def sampling(message: pb.SamplingParams) -> dict[str, object]:
 def session(message: pb.Session) -> SessionInfo:
     config = message.config
     drop = config.overflow_policy == pb.OVERFLOW_POLICY_DROP_OLDEST_TURNS
-    return SessionInfo(
-        name=message.name,
+    return _same(
+        SessionInfo,
+        message,
         state=SESSION_STATES.get(message.state, SessionState.UNSPECIFIED),
-        revision=message.revision,
-        item_count=message.item_count,
-        context_tokens=message.context_tokens,
-        context_limit=message.context_limit,
         model=config.model,
         system_prompt=config.system_prompt,
         default_sampling=sampling(config.default_sampling),
@@ -204,8 +196,6 @@ def session(message: pb.Session) -> SessionInfo:
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
         update_time=time_of(message.update_time) if message.HasField("update_time") else None,
         expire_time=time_of(message.expire_time) if message.HasField("expire_time") else None,
-        forked_from=message.forked_from,
-        forked_from_item=message.forked_from_item,
         active_request_id=message.active_turn.request_id,
         residency=residency(message.residency) if message.HasField("residency") else None,
     )
@@ -217,8 +207,7 @@ def compaction(message: pb.CompactSessionResponse) -> Compaction:
 
 
 def erased_session(message: pb.ErasedSession) -> ErasedSession:
-    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    return ErasedSession(**values)
+    return _same(ErasedSession, message)
 
 
 def erasure(message: pb.SubjectErased, sessions: list[ErasedSession]) -> ErasureReceipt:
@@ -226,13 +215,7 @@ def erasure(message: pb.SubjectErased, sessions: list[ErasedSession]) -> Erasure
 
 
 def residency(message: pb.CacheResidency) -> Residency:
-    return Residency(
-        replica=message.replica,
-        as_of_revision=message.as_of_revision,
-        gpu_tokens=message.gpu_tokens,
-        host_tokens=message.host_tokens,
-        dropped_tokens=message.dropped_tokens,
-    )
+    return _same(Residency, message)
 
 
 def warming(message: pb.WarmSessionResponse) -> Warming:
@@ -240,53 +223,26 @@ def warming(message: pb.WarmSessionResponse) -> Warming:
 
 
 def token_count(message: pb.CountTokensResponse) -> TokenCount:
-    return TokenCount(
-        input_tokens=message.input_tokens,
-        context_tokens=message.context_tokens,
-        context_limit=message.context_limit,
-    )
+    return _same(TokenCount, message)
 
 
 def usage_totals(message: pb.GetUsageResponse) -> TenantTotals:
     used = message.usage
-    return TenantTotals(
-        tenant=used.tenant,
+    return _same(
+        TenantTotals,
+        used,
         replica=message.replica,
-        turns=used.turns,
-        refused_turns=used.refused_turns,
-        computed_tokens=used.computed_tokens,
-        cached_tokens=used.cached_tokens,
-        output_tokens=used.output_tokens,
-        device_tokens=used.device_tokens,
-        host_tokens=used.host_tokens,
         sessions=used.sessions if used.HasField("sessions") else None,
         stored_bytes=used.stored_bytes if used.HasField("stored_bytes") else None,
     )
 
 
 def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
-    limits = message.limits
-    return ServerInfo(
-        version=message.version,
-        replica=message.replica,
-        model=message.model,
-        model_sha256=message.model_sha256,
-        tokenizer_sha256=message.tokenizer_sha256,
-        chat_template_sha256=message.chat_template_sha256,
-        vocab_size=message.vocab_size,
-        context_limit=message.context_limit,
-        limits=Limits(
-            max_request_bytes=limits.max_request_bytes,
-            max_input_chars=limits.max_input_chars,
-            max_stop_sequences=limits.max_stop_sequences,
-            max_top_logprobs=limits.max_top_logprobs,
-            max_ttl_s=seconds(limits.max_ttl),
-            request_id_retention_s=seconds(limits.request_id_retention),
-            disconnect_grace_s=seconds(limits.disconnect_grace),
-            max_candidates=limits.max_candidates,
-            max_beam_width=limits.max_beam_width,
-            max_annotations=limits.max_annotations,
-            max_annotation_bytes=limits.max_annotation_bytes,
-        ),
-        features=tuple(message.features),
+    limits = _same(
+        Limits,
+        message.limits,
+        max_ttl_s=seconds(message.limits.max_ttl),
+        request_id_retention_s=seconds(message.limits.request_id_retention),
+        disconnect_grace_s=seconds(message.limits.disconnect_grace),
     )
+    return _same(ServerInfo, message, limits=limits, features=tuple(message.features))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from pensieve import extras
 from pensieve.demo import crowd, killed, long_talk
-from pensieve.demo.conversations import Conversation, conversations
+from pensieve.demo.conversations import conversations
 from pensieve.demo.exchange import ServerRun
 from pensieve.errors import PensieveError
 from pensieve.model.arch import ModelError
@@ -68,14 +69,10 @@ SECOND_ACT_OPTIONS = ("sessions", "turns", "device_cache", "host_cache", "chunk_
 def demo(
     model: str,
     context: int | None,
-    sessions: int,
-    turns: int,
-    device_cache: str,
-    host_cache: str,
-    chunk_tokens: int,
     seed: int,
     verbose: bool,
     quiet: bool,
+    **crowded: Any,
 ) -> None:
     """Watch a small model remember: no GPU, no download, about a minute.
 
@@ -103,15 +100,13 @@ def demo(
     started = time.perf_counter()
     console = Console(highlight=False)
     show = Show(console, Console(highlight=False, quiet=quiet), verbose)
-    tiers = ["--device-cache", device_cache, "--host-cache", host_cache, "--chunk-tokens", str(chunk_tokens)]
-    tiers += ["--decode-reserve", "0"]  # no reserve, so that answers get suspended
     try:
         with _terminated_like_interrupted():
             if model == SMOLLM2:
                 problems = only_act(context or long_talk.REAL_CONTEXT_TOKENS, seed, show)
             else:
                 problems = first_act(context or CONTEXT_TOKENS, seed, show)
-                problems += second_act(tiers, conversations(sessions, turns, seed), show)
+                problems += second_act(seed, show, **crowded)
                 problems += third_act(seed, show)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
@@ -186,8 +181,12 @@ def first_act(context: int, seed: int, show: Show) -> list[str]:
     return problems
 
 
-def second_act(tiers: list[str], scripts: list[Conversation], show: Show) -> list[str]:
-    options = ["--model", "demo", "--max-wait", "0", *tiers]
+def second_act(seed: int, show: Show, sessions: int, turns: int, **sizes: Any) -> list[str]:
+    """Hold many conversations at once. ``sizes``: options of the server, by name."""
+    scripts = conversations(sessions, turns, seed)
+    tiers = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    # No reserve, so that answers get suspended.
+    options = ["--model", "demo", "--max-wait", "0", *tiers, "--decode-reserve", "0"]
     show.stage.print(f"[bold]2. {len(scripts)} conversations at once, on memory far too small for them[/]")
     show.stage.print(serve_line(options), style="dim")
     act = crowd.serve_and_hold(options, scripts, show.stage)

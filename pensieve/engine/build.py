@@ -11,14 +11,13 @@ import torch
 
 from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig, parse_cache_size
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostProfileError
-from pensieve.engine.cost.profiles import load_or_measure_cost
+from pensieve.engine.cost import CostProfileError
+from pensieve.engine.cost_profiles import load_or_measure_cost
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.engine import Engine
-from pensieve.engine.grammar.prototypes import Prototypes
-from pensieve.engine.grammar.structured import Structured
+from pensieve.engine.grammar import Prototypes, Structured
 from pensieve.engine.messages import EngineReady
-from pensieve.engine.ranks.build import build_workers
+from pensieve.engine.ranks.leader import build_workers
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.hybrid_sizing import cache_groups
 from pensieve.engine.worker.sizing import WorkerInfo, report

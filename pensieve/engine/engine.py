@@ -46,8 +46,7 @@ from pensieve.core import MAX_CANDIDATES, FinishReason, Phase, RequestKey, Sessi
 from pensieve.debug import debug_enabled, failpoint
 from pensieve.engine.beams import BeamDriver
 from pensieve.engine.elastic import ONE_SIZE
-from pensieve.engine.grammar.prototypes import Prototype
-from pensieve.engine.grammar.structured import Structured
+from pensieve.engine.grammar import Prototype, Structured
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,

@@ -27,12 +27,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pensieve.client import ServerInfo
+from pensieve.config import DoorSettings
 from pensieve.errors import PensieveError
 from pensieve.http import chat, completions, conversations, messages
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.entrance import AdmissionMiddleware
 from pensieve.http.common.failures import HttpFailure, failure_from_error
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.responses import endpoint as responses
 from pensieve.logs import bind
 from pensieve.tracing import incoming_traceparent, trace_id, traceparent_in

@@ -64,13 +64,18 @@ from pensieve.http.common.contents import (
 )
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
-from pensieve.http.common.formats import Nested, ResponseFormat, WantedForm, add_form, named_form, one_form
 from pensieve.http.common.heads import TurnStarter, note_before_end
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
     CompletionFields,
+    Nested,
     Positive,
+    ResponseFormat,
+    WantedForm,
+    add_form,
     check_count,
+    named_form,
+    one_form,
 )
 from pensieve.http.output import ChatDeltas, chat_message
 from pensieve.http.tools import OfferedTool, call_options, check_tools, tool_use

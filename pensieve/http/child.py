@@ -30,14 +30,15 @@ from pathlib import Path
 from typing import Final
 
 import click
+import msgspec
 from prometheus_client import generate_latest
 
+from pensieve.config import DoorSettings
 from pensieve.http.app import HttpMetrics, make_app
 from pensieve.http.common.door import HttpDoor, Readiness
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import ManagedServer, TlsFiles, run_to_end, running, tune_gc
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
-from pensieve.logs import configure_logging
+from pensieve.logs import log_options
 
 log = logging.getLogger("pensieve.http.child")  # the same when this module is __main__
 
@@ -47,7 +48,6 @@ ALIVE_S: Final = 0.5
 CHECK_INTERVAL_S: Final = 1.0
 FAILURES_UNTIL_AWAY: Final = 2
 """Interval of checks whether the service can be reached, and failures in a row before ``away``."""
-_DEFAULTS: Final = DoorSettings("")
 
 
 async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ManagedServer) -> None:
@@ -113,56 +113,26 @@ def _on_control_end(task: asyncio.Task[None]) -> None:
 @click.option("--listener", type=int, required=True)
 @click.option("--control", type=int, required=True)
 @click.option("--parent", type=int, required=True)
-@click.option("--target", required=True)
+@click.option("--settings", required=True)
 @click.option("--tls", nargs=2, type=click.Path(path_type=Path))
 @click.option("--tls-client-ca", type=click.Path(path_type=Path))
-@click.option("--max-body-bytes", default=_DEFAULTS.max_body_bytes)
-@click.option("--patience", default=_DEFAULTS.patience_s)
-@click.option("--cors-origin", multiple=True)
-@click.option("--proxy", multiple=True)
-@click.option("--host", multiple=True)
-@click.option("--on-loopback", is_flag=True)
-@click.option("--heartbeat", default=_DEFAULTS.heartbeat_s)
-@click.option("--log-level", default="info")
-@click.option("--log-json", is_flag=True)
+@log_options
 def main(
     listener: int,
     control: int,
     parent: int,
-    target: str,
+    settings: str,
     tls: tuple[Path, Path] | None,
     tls_client_ca: Path | None,
-    max_body_bytes: int,
-    patience: float,
-    cors_origin: tuple[str, ...],
-    proxy: tuple[str, ...],
-    host: tuple[str, ...],
-    on_loopback: bool,
-    heartbeat: float,
-    log_level: str,
-    log_json: bool,
 ) -> None:
-    """Run the door of a server."""
-    configure_logging(level=log_level, json_lines=log_json)
+    """Run the door of a server. ``settings``: ``DoorSettings`` as JSON."""
     leave_signals_to_parent()
     if not die_with_parent(parent):
         return
     files = TlsFiles(*tls, tls_client_ca) if tls else None
-    settings = DoorSettings(
-        target,
-        patience_s=patience,
-        max_body_bytes=max_body_bytes,
-        cors_origins=cors_origin,
-        shows_metrics=False,
-        vouches=True,
-        proxies=proxy,
-        hosts=host,
-        on_loopback=on_loopback,
-        heartbeat_s=heartbeat,
-    )
     try:
         sockets = socket.socket(fileno=listener), socket.socket(fileno=control)
-        run_to_end(_serve(settings, *sockets, files))
+        run_to_end(_serve(msgspec.json.decode(settings, type=DoorSettings), *sockets, files))
     except (OSError, ValueError) as error:
         click.echo(f"the HTTP door: {error}", err=True)
         sys.exit(1)

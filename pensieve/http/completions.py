@@ -42,12 +42,15 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call, CallPlan, new_session_id
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
-from pensieve.http.common.formats import WantedForm, add_form, named_form, one_form
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
     CompletionFields,
     Positive,
     TokenId,
+    WantedForm,
+    add_form,
+    named_form,
+    one_form,
     seed_for,
 )
 

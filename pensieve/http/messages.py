@@ -42,9 +42,17 @@ from pensieve.http.common.failures import (
     invalid_field,
     unsupported_field,
 )
-from pensieve.http.common.formats import Nested, WantedForm, add_form, named_form
 from pensieve.http.common.heads import TurnStarter, note_before_end, raise_unless_gone
-from pensieve.http.common.requests import REFUSED_EVERYWHERE, Positive, SamplingFields, check_count
+from pensieve.http.common.requests import (
+    REFUSED_EVERYWHERE,
+    Nested,
+    Positive,
+    SamplingFields,
+    WantedForm,
+    add_form,
+    check_count,
+    named_form,
+)
 from pensieve.http.output import call_id
 from pensieve.http.responses.chain import ResponseStarter, StartedResponse
 from pensieve.http.responses.ids import ResponseId

@@ -20,6 +20,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from pensieve.client import AsyncClient, RetryPolicy
+from pensieve.config import DoorSettings
 from pensieve.errors import PensieveError
 from pensieve.grpc_thread import end_grpc_thread
 from pensieve.http.app import make_app
@@ -27,7 +28,6 @@ from pensieve.http.arrivals import Acceptor, PendingConnection
 from pensieve.http.common.admission import KEYLESS
 from pensieve.http.common.callers import CERTIFICATE_NAMES
 from pensieve.http.common.entrance import is_known_caller, starts_with_known_key
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
 from pensieve.http.wire import make_protocol
 from pensieve.logs import AcceptErrorFilter

@@ -10,7 +10,7 @@ import msgspec
 
 from pensieve.client import ServerInfo, TurnOptions
 from pensieve.http.common.failures import HttpFailure, invalid_field, unsupported_field
-from pensieve.http.common.formats import Nested
+from pensieve.http.common.requests import Nested
 from pensieve.speech import SpeechForm
 
 

@@ -19,7 +19,7 @@ from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.checkpoint import progress_bar
 from pensieve.model.gguf import ROPE_FREQUENCIES
-from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
+from pensieve.model.tensor_source import WHOLE_TENSOR, TensorSlice
 
 PIECE_VALUES: Final = 1 << 20
 """Values that one thread dequantises at a time: 4 MiB of float32."""

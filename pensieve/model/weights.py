@@ -13,16 +13,12 @@ import torch
 from pensieve.config import WeightsName
 from pensieve.core import Ints
 from pensieve.kernels.fp8_reference import CODES
-from pensieve.model import files
 from pensieve.model.arch import Arch, Experts, Layer, ModelError, Multipliers, StateShape
 from pensieve.model.checkpoint import Checkpoint
-from pensieve.model.dummy import DummySource
-from pensieve.model.folder import has_fp8_products
-from pensieve.model.row_order import gated_query_order, key_head_order
+from pensieve.model.folder import INDEX, SINGLE, has_fp8_products
 from pensieve.model.shard import WHOLE_MODEL, Shard
-from pensieve.model.tensor_names import ExpertNames, tensor_names
-from pensieve.model.tensor_slice import NO_ROWS, WHOLE_TENSOR, TensorSlice
-from pensieve.model.tensor_source import TensorSource
+from pensieve.model.tensor_names import ExpertNames, gated_query_order, key_head_order, tensor_names
+from pensieve.model.tensor_source import NO_ROWS, WHOLE_TENSOR, DummySource, TensorSlice, TensorSource
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -182,7 +178,7 @@ def load_weights(
             return _from_gguf(folder, arch, dtype, device, shard, form)
         checkpoint = Checkpoint(folder, dtype, device)
         if shard.rank == 0 and checkpoint.stale_index:
-            log.warning("%s is not read: the folder has %s", files.INDEX, files.SINGLE)
+            log.warning("%s is not read: the folder has %s", INDEX, SINGLE)
         assembler = _Assembler(arch, checkpoint, shard, form)
         made = assembler.weights()
         checkpoint.require_all_used(but=assembler.duplicates, ignored=assembler.names.ignored)

@@ -2,5 +2,5 @@
 
 ``commands`` serves every command: the layout of help, and error messages.
 
-May import: config, machine.
+May import: client, config, errors, machine.
 """

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import click
+from click import Context, Parameter
 from click.shell_completion import CompletionItem
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
@@ -77,3 +78,31 @@ def complete_words(*words: str, paths: str = "") -> Completer:
 
 models = complete_words("demo", "smollm2", paths="file")
 """Completer of options that name a model. Does not know hub ids."""
+
+
+TIMEOUT_S = 1.0
+"""Completion must not keep the user waiting after Tab."""
+MAX_IDS = 100
+
+
+def complete_session_ids(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete ids of sessions at ``--target``; none without a target or if the server does not answer."""
+    from pensieve.client import Client, RetryPolicy
+    from pensieve.errors import PensieveError
+
+    target = ctx.params.get("target")
+    if not target:
+        return []
+    once = RetryPolicy(max_attempts=1)
+    try:
+        with Client(
+            target,
+            api_key=ctx.params.get("api_key"),
+            tls=bool(ctx.params.get("tls")),
+            timeout=TIMEOUT_S,
+            retry=once,
+        ) as client:
+            ids = [info.name.rpartition("/")[2] for info in client.sessions(limit=MAX_IDS)]
+    except (PensieveError, ValueError):
+        return []  # a message would garble the line that is being typed
+    return [CompletionItem(session_id) for session_id in ids if session_id.startswith(incomplete)]

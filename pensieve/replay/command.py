@@ -6,22 +6,33 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 import click
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from pensieve.options.commands import GroupedCommand, print_error
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps
-from pensieve.replay.load.shaping import Shaping
-from pensieve.replay.load.workload import CountTokens, Dataset, DatasetError, estimate_tokens, load
-from pensieve.replay.measure.report import is_clean
-from pensieve.replay.measure.windows import Window
+from pensieve.replay.load.workload import CountTokens, Dataset, DatasetError, Shaping, estimate_tokens, load
+from pensieve.replay.measure import Window, is_clean
 from pensieve.replay.parameters import (
     FILE,
     FOLDER,
@@ -36,15 +47,95 @@ from pensieve.replay.parameters import (
     writing,
 )
 from pensieve.replay.play.player_pool import ClientFailed
-from pensieve.replay.play.progress import LiveProgress
-from pensieve.replay.presentation.compare import NotAReport, comparison, names_of, read_report
+from pensieve.replay.play.runner import ReplayWatcher, RunWatcher
+from pensieve.replay.presentation.curves import NotAReport, comparison, names_of, read_report
 from pensieve.replay.presentation.html import write_html
 from pensieve.replay.presentation.plots import write_plots
 from pensieve.replay.presentation.table import print_curves, print_report
-from pensieve.replay.records import MAX_LAG_S, RunOptions
+from pensieve.replay.records import MAX_LAG_S, RunOptions, TurnRecord
 from pensieve.replay.session import ReplayPlan, run_all
 from pensieve.replay.targets.base import Target, TurnFailed
 from pensieve.replay.targets.options import target_options
+
+_RECENT_S = 10.0
+"""Averaging time of tokens per second, by the ends of turns."""
+
+
+class LiveProgress(ReplayWatcher):
+    """A context manager with a line for each run, and for each server while it starts.
+
+    Silent if the console is not a terminal.
+    """
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[running]}"),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("{task.fields[errors]}", style="red"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    @contextmanager
+    def starting(self, target: str) -> Iterator[None]:
+        task = self.progress.add_task(f"{target} is starting", total=None, running="", speed="", errors="")
+        try:
+            yield
+        finally:
+            self.progress.remove_task(task)
+
+    def run(self, target: str, turns: int) -> RunLine:
+        return RunLine(self.progress, target, turns, self._clock)
+
+
+class RunLine(RunWatcher):
+    def __init__(self, progress: Progress, name: str, turns: int, clock: Callable[[], float]) -> None:
+        self._progress, self._clock = progress, clock
+        self._recent: deque[tuple[float, int]] = deque()
+        self._sent = self._ended = self._unsent = self._errors = 0
+        self._start = clock()
+        self._task: TaskID = progress.add_task(name, total=turns, running="", speed="", errors="")
+
+    def on_send(self) -> None:
+        self._sent += 1
+        self._show()
+
+    def on_turn_end(self, record: TurnRecord) -> None:
+        now = self._clock()
+        self._ended += 1
+        self._unsent += not record.sent_s  # its conversation could not be opened
+        self._errors += bool(record.error)
+        self._recent.append((now, record.output_tokens))
+        while self._recent[0][0] < now - _RECENT_S:
+            self._recent.popleft()
+        self._progress.advance(self._task)
+        self._show()
+
+    def _show(self) -> None:
+        span = min(_RECENT_S, self._clock() - self._start)
+        speed = sum(tokens for _, tokens in self._recent) / span if span > 0 else 0.0
+        self._progress.update(
+            self._task,
+            running=f"{self._sent - self._ended + self._unsent} running",
+            speed=f"{speed:,.0f} tok/s",
+            errors=f"{self._errors} errors" if self._errors else "",
+        )
+
 
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "Targets": ("target", "start", "name", "api-key", "start-timeout", "vocab-size", "context-limit"),

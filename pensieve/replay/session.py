@@ -9,16 +9,18 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pensieve.replay.load.schedule import Arrivals, Script, apply_run_in, scripts
-from pensieve.replay.load.shaping import Shaped, Shaping, shape
-from pensieve.replay.load.workload import Dataset
-from pensieve.replay.measure.report import SCHEMA, environment, receipt_violations, summarise
-from pensieve.replay.measure.windows import (
+from pensieve.replay.load.workload import Dataset, Shaped, Shaping, shape
+from pensieve.replay.measure import (
+    SCHEMA,
     Window,
     client_lag,
     cut_to_window,
+    environment,
     intervals,
+    receipt_violations,
     running_turns,
     sent_turns,
+    summarise,
 )
 from pensieve.replay.play import player_pool, runner
 from pensieve.replay.play.runner import ReplayWatcher

@@ -34,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pensieve.server.bugs import report_bug
+from pensieve.server.failures import report_bug
 from pensieve.server.gateway import Gateway
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.page.web import WebPage

@@ -22,7 +22,7 @@ from typing import Final
 
 from pensieve.core import TenantQos
 from pensieve.errors import DeadlineExceeded, PensieveError, ResourceExhausted
-from pensieve.server.tenants import TenantLimits, TenantTable, quota_exceeded
+from pensieve.server.keys import TenantLimits, TenantTable, quota_exceeded
 from pensieve.server.values import NewTurn
 
 MEAN_WEIGHT: Final = 0.05

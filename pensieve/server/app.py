@@ -33,8 +33,7 @@ from pensieve.grpc_thread import end_grpc_thread
 from pensieve.logs import AcceptErrorFilter, configure_logging
 from pensieve.machine import service_manager
 from pensieve.model.arch import ModelError
-from pensieve.model.fingerprint import model_fingerprint
-from pensieve.model.folder import load_generation
+from pensieve.model.folder import load_generation, model_fingerprint
 from pensieve.model.resolve import display_name, resolve_model
 from pensieve.options.commands import print_error
 from pensieve.options.serve import ServeOptions
@@ -47,12 +46,11 @@ from pensieve.server.operations.housekeeping import ManagerNotifier, purge_forev
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.operations.traces import TurnTraces, log_turn, open_traces
-from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import StateView
+from pensieve.server.page.state import RecentTurns, StateView
 from pensieve.server.page.web import WebPage
 from pensieve.server.ports import Ports
-from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.grpc_server import BindError
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.server.settings import TurnSettings
 from pensieve.server.tasks import cancel_and_wait, loop_factory
 from pensieve.server.values import TurnEnd

@@ -19,6 +19,7 @@ from pensieve.server.grammars.checker import GrammarChecker
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.rendering import ItemStamp, Renderer
 from pensieve.server.history.transcript import Transcript
+from pensieve.server.keys import TenantTable
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.operations.usage import UsageTracker
 from pensieve.server.sessions.compaction import Compactor, IdleCompaction
@@ -28,7 +29,6 @@ from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.subjects import Subjects
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
-from pensieve.server.tenants import TenantTable
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.turns.turns import Turns
 from pensieve.server.values import InputEntry, TurnEnd

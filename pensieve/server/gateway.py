@@ -28,11 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from pensieve.config import DoorSettings
 from pensieve.debug import child_environment
 from pensieve.server.child import ChildProcess, RestartBackoff, SilenceTimer
 from pensieve.server.tasks import cancel_and_wait
@@ -243,40 +245,22 @@ class GatewayEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GatewayCommand:
-    target: str
+    settings: DoorSettings
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     log_level: str = "info"
     log_json: bool = False
-    max_body_bytes: int | None = None
-    """None: the door's own default, here and below."""
-    patience_s: float | None = None
-    cors_origins: tuple[str, ...] = ()
-    proxies: tuple[str, ...] = ()
-    """Addresses and networks of proxies trusted to report their callers."""
-    hosts: tuple[str, ...] = ()
-    on_loopback: bool = False
-    heartbeat_s: float | None = None
 
     def arguments(self, listener: int, control: int) -> list[str]:
         """Build the command. ``-P``: never import from the working directory."""
         command = [sys.executable, "-P", "-m", "pensieve.http.child", "--parent", str(os.getpid())]
-        command += ["--listener", str(listener), "--control", str(control), "--target", self.target]
+        command += ["--listener", str(listener), "--control", str(control)]
+        command += ["--settings", msgspec.json.encode(self.settings).decode()]
         if self.tls_cert is not None and self.tls_key is not None:
             command += ["--tls", str(self.tls_cert), str(self.tls_key)]
         if self.tls_client_ca is not None:
             command += ["--tls-client-ca", str(self.tls_client_ca)]
-        if self.max_body_bytes is not None:
-            command += ["--max-body-bytes", str(self.max_body_bytes)]
-        if self.patience_s is not None:
-            command += ["--patience", str(self.patience_s)]
-        command += [word for origin in self.cors_origins for word in ("--cors-origin", origin)]
-        command += [word for proxy in self.proxies for word in ("--proxy", proxy)]
-        command += [word for name in self.hosts for word in ("--host", name)]
-        command += ["--on-loopback"] if self.on_loopback else []
-        if self.heartbeat_s is not None:
-            command += ["--heartbeat", str(self.heartbeat_s)]
         return [*command, "--log-level", self.log_level, *(["--log-json"] if self.log_json else [])]
 
 

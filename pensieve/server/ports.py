@@ -24,6 +24,7 @@ from typing import Final
 
 from grpc import aio
 
+from pensieve.config import DoorSettings
 from pensieve.feed import HttpDoorState
 from pensieve.options.serve import ServeOptions
 from pensieve.options.values import is_loopback
@@ -34,8 +35,6 @@ from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.web import WebPage
-from pensieve.server.rpc.access_control import AccessControl
-from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.grpc_server import (
     BindError,
     add_health_and_reflection,
@@ -45,8 +44,8 @@ from pensieve.server.rpc.grpc_server import (
     split_address,
     tls_credentials,
 )
-from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT
-from pensieve.server.rpc.service import ConversationService
+from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, AccessControl
+from pensieve.server.rpc.service import AdminService, ConversationService
 from pensieve.server.tasks import cancel_and_wait
 from pensieve.v1 import pensieve_pb2_grpc
 
@@ -182,21 +181,26 @@ class Ports:
 
         path = self._folder.path / "http"
         self._add_server(self._on_private_socket(path, make_server))
+        settings = DoorSettings(
+            f"unix:{path}",
+            max_body_bytes=options.http_max_body << 20,
+            patience_s=options.http_patience_s,
+            cors_origins=tuple((options.http_cors_origin or "").split()),
+            shows_metrics=False,
+            vouches=True,
+            proxies=tuple((options.http_trusted_proxy or "").split()),
+            hosts=tuple((options.http_host or "").split()),
+            on_loopback=is_loopback(address),
+            heartbeat_s=options.heartbeat_s,
+        )
         self._gateway = Gateway(
             GatewayCommand(
-                f"unix:{path}",
+                settings,
                 options.tls_cert,
                 options.tls_key,
                 options.tls_client_ca,
                 options.log_level,
                 options.log_json,
-                options.http_max_body << 20,
-                options.http_patience_s,
-                tuple((options.http_cors_origin or "").split()),
-                tuple((options.http_trusted_proxy or "").split()),
-                tuple((options.http_host or "").split()),
-                on_loopback=is_loopback(address),
-                heartbeat_s=options.heartbeat_s,
             )
         )
         try:

@@ -55,7 +55,7 @@ class TurnSettings:
     model: str = ""
     """Name shown to clients; a session may name it or none."""
     model_sha256: str = ""
-    """Hash of the model's content (``model.fingerprint``); sessions are bound to it. "": unknown, not compared."""
+    """Hash of the model's content (``model.folder``); sessions are bound to it. "": unknown, not compared."""
     limits: RequestLimits = RequestLimits()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Sampling values where neither turn nor session sets one. Those unset here too are ``core.Sampling``'s."""
@@ -64,7 +64,7 @@ class TurnSettings:
     heartbeat_s: float = HEARTBEAT_S
     """A stream is never silent for longer."""
     messages_per_s: float = 4000.0
-    """With many streams, output is merged to stay below this rate (``server.pace``): about half of one core."""
+    """With many streams, output is merged to stay below this rate (``StreamPacer``): about half of one core."""
     max_wait_s: float = MAX_WAIT_S
     """A turn that would wait longer in the queue is refused; 0: no limit."""
     max_queued: int = SchedulerConfig.max_queued

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Floats, RequestKey, Sampling, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
-from pensieve.engine.cost.profiles import HybridPages
+from pensieve.engine.cost import CostModel
+from pensieve.engine.cost_profiles import HybridPages
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Evict, Failed, Output, Submit
 from pensieve.engine.plan import Copy, PendingStep, Plan, SampleSpec, Span, StepResult, StepWorker

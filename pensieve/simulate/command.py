@@ -15,20 +15,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pensieve.config import BATCH_LIMITS, CacheConfig
-from pensieve.engine.cost.model import CostModel, CostProfileError
+from pensieve.engine.cost import CostModel, CostProfileError
 from pensieve.errors import PensieveError
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps
-from pensieve.replay.load.shaping import Shaping, shape
-from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, load
+from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, Shaping, load, shape
 from pensieve.replay.parameters import DatasetName, Outputs, number_list, output_options
 from pensieve.simulate import history
 from pensieve.simulate.report import build_report, print_report
 from pensieve.simulate.run import EngineName, Simulation, run_all
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load, with_run_in
-from pensieve.simulate.scenario.machine import Machine, MachineError
-from pensieve.simulate.scenario.memory import cache_config
+from pensieve.simulate.scenario.machine import Machine, MachineError, cache_config
 from pensieve.simulate.scenario.settings import LEASE_S, RING_POINTS, ClientHints, Routing, Settings
 from pensieve.simulate.scenario.tally import TimeWindow
 

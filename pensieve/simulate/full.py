@@ -14,7 +14,7 @@ from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Hints, Sampling, SessionKey, TokenArray, Usage, pack_tokens
 from pensieve.engine.cache.chunk import Restore
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
 from pensieve.engine.plan import Copy, PendingStep, Plan, Sampled, SampleSpec, StepResult, StepWorker
@@ -22,8 +22,7 @@ from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import SessionScript, hints_of
 from pensieve.simulate.scenario.machine import Machine
-from pensieve.simulate.scenario.routing import Router
-from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.scenario.settings import Router, Settings
 from pensieve.simulate.scenario.tally import CompletedTurn, RecomputeCosts, Tally
 
 VOCABULARY = 1 << 30

@@ -13,13 +13,10 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
-from pensieve.replay.load.shaping import Shaped
-from pensieve.replay.load.workload import Dataset
-from pensieve.replay.measure.report import SCHEMA, environment
-from pensieve.replay.measure.windows import intervals
-from pensieve.replay.presentation.columns import format_number
+from pensieve.replay.load.workload import Dataset, Shaped
+from pensieve.replay.measure import SCHEMA, environment, intervals
 from pensieve.replay.presentation.curves import entries, unsteady
-from pensieve.replay.presentation.table import print_curves, print_grid
+from pensieve.replay.presentation.table import format_number, print_curves, print_grid
 from pensieve.simulate import history
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load

@@ -15,7 +15,6 @@ from pensieve.speech.calls import (
     is_json_object,
     render_answer,
 )
-from pensieve.speech.ends import FirstCall, ThoughtEnd
 from pensieve.speech.grammar import (
     AnswerFormat,
     AnswerShape,
@@ -33,9 +32,11 @@ from pensieve.speech.reader import (
     PLAIN,
     Answer,
     AnswerPart,
+    FirstCall,
     SpeechForm,
     SpeechReader,
     Thought,
+    ThoughtEnd,
     Words,
     read,
 )

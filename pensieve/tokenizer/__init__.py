@@ -14,9 +14,10 @@ May import: core, errors, gguf, model, speech.
 """
 
 from pensieve.tokenizer.chat import ChatTokenizer, Rendered
-from pensieve.tokenizer.delta import HistoryItem, RawMessage, TextMessage, TokenMessage
+from pensieve.tokenizer.delta import HistoryItem, RawMessage, RenderContext, TextMessage, TokenMessage
 from pensieve.tokenizer.detokenizer import Detokenizer, StopMatcher, StopResult
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, TemplateError
+from pensieve.tokenizer.tools import Tools
 
 __all__ = [
     "PLAIN_TEMPLATE",
@@ -24,10 +25,12 @@ __all__ = [
     "Detokenizer",
     "HistoryItem",
     "RawMessage",
+    "RenderContext",
     "Rendered",
     "StopMatcher",
     "StopResult",
     "TemplateError",
     "TextMessage",
     "TokenMessage",
+    "Tools",
 ]

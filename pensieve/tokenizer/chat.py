@@ -12,9 +12,8 @@ Items are append-only, and their concatenated ids are the model's context. Each 
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -133,22 +132,17 @@ class ChatTokenizer:
         new: Sequence[TextMessage | RawMessage | TokenMessage],
         *,
         generation_prompt: bool,
-        tools: str = "",
         followed_by: Roles = (),
-        when: dt.datetime | None = None,
-        check: Callable[[], None] | None = None,
+        context: RenderContext | None = None,
     ) -> Rendered:
         """Tokens that ``new`` adds after ``history``, of which the items of ``window`` suffice. Takes time
         linear in ``new``.
 
-        ``tools``: function definitions as JSON, validated by ``check_tools``. ``followed_by``: roles of
-        messages rendered later. ``when``: the time for templates that write a date. ``check``: called
-        regularly; its errors abort the work. With nothing new, the generation prompt follows the history
-        (regenerate). Raises TemplateError when the template refuses the conversation, InvalidArgument on a
-        token id outside the vocabulary.
+        ``followed_by``: roles of messages rendered later. ``context`` None: now, without tools. With nothing
+        new, the generation prompt follows the history (regenerate). Raises TemplateError when the template
+        refuses the conversation, InvalidArgument on a token id outside the vocabulary.
         """
-        inputs = RenderContext(Tools(tools), when or dt.datetime.now(), check)
-        delta = DeltaRenderer(self._template, self._encoder, self._ends, history, inputs)
+        delta = DeltaRenderer(self._template, self._encoder, self._ends, history, context or RenderContext())
         arrays: list[TokenArray] = []
         for group in group_messages(new, self._template.needs_calls):
             if isinstance(group, RawMessage | TokenMessage):
@@ -319,7 +313,9 @@ def _require_embeddings(folder: Path, parts: TokenizerFolder, tokenizer: ChatTok
         dialogues += [(dialogue, _PROBE_TOOLS) for dialogue in _WITH_TOOLS]
     for messages, given in dialogues:
         try:
-            rendered = tokenizer.render((), messages, generation_prompt=True, tools=given)
+            rendered = tokenizer.render(
+                (), messages, generation_prompt=True, context=RenderContext(Tools(given))
+            )
         except InvalidArgument:
             continue  # the template refuses such a conversation
         for ids in (*rendered.item_tokens, rendered.generation_prompt):

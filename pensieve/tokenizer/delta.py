@@ -73,7 +73,10 @@ Message = TextMessage | RawMessage | TokenMessage
 
 @dataclass(frozen=True, slots=True)
 class RenderContext:
+    """The occasion of a rendering."""
+
     tools: Tools = NO_TOOLS
+    """Function definitions, validated by ``check_tools``."""
     when: dt.datetime = field(default_factory=dt.datetime.now)
     """The current time, for templates that write a date."""
     check: Callable[[], None] | None = None

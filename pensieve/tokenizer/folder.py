@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
-from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
-from pensieve.model.transformers_modules import transformers_module
+from pensieve.model.families.parsing import declared_eos_ids, default_eos_ids, transformers_module
 from pensieve.speech import SHOWN_MARKS
 from pensieve.tokenizer.gguf import GgufTokenizer, read_tokenizer
 

@@ -16,7 +16,7 @@ import msgspec
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._codec import StoredRecord
-from pensieve.store._marks import mark_entries_of_log
+from pensieve.store._listing import mark_entries_of_log
 from pensieve.store._raw import (
     Finding,
     Mode,
@@ -27,10 +27,10 @@ from pensieve.store._raw import (
     make_finding,
     no_progress,
 )
-from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
 from pensieve.store._redis.rows import (
     Fields,
+    RedisIndex,
     as_fields,
     create_fields,
     index_key,

@@ -1,5 +1,5 @@
 """The parts of ``sqlite_store``: the file with its lock and schema, threads that change and read it, and the SQL.
 
-May import: errors, store._clock, store._codec, store._examine, store._leases, store._listing, store._marks,
-store._raw, store._refusals, store._rules, store.contract, store.records.
+May import: errors, store._codec, store._listing, store._raw, store._refusals, store._rules, store.contract,
+store.records.
 """

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from pensieve.errors import DataLoss, PensieveError, Unavailable
 from pensieve.store import _refusals
-from pensieve.store._clock import Moment
+from pensieve.store._rules import Moment
 from pensieve.store._sqlite.errors import (
     is_damage,
     is_full,

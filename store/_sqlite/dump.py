@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 from pensieve.errors import FailedPrecondition, PensieveError
 from pensieve.store import _refusals
-from pensieve.store._clock import wall_clock_ms
 from pensieve.store._raw import (
     Finding,
     Mode,
@@ -26,6 +25,7 @@ from pensieve.store._raw import (
     no_progress,
     sort_keys,
 )
+from pensieve.store._rules import wall_clock_ms
 from pensieve.store._sqlite.disk import log_of_changes, size_of
 from pensieve.store._sqlite.errors import (
     SQLITE_ERRORS,

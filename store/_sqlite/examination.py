@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from pensieve.store._clock import Moment
+from pensieve.store._rules import Moment
 from pensieve.store._sqlite.errors import SQLITE_ERRORS, is_interrupt
 from pensieve.store._sqlite.raw_rows import ORPHANS, columns_of, key_from_name, read_row
 from pensieve.store._sqlite.rows import Rows

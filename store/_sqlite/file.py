@@ -19,8 +19,8 @@ from typing import Final
 
 from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _refusals
-from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._raw import Progress
+from pensieve.store._rules import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.disk import (
     FileLock,

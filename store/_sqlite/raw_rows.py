@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from pensieve.store._codec import StoredRecord
-from pensieve.store._marks import mark_entries_of_log
+from pensieve.store._listing import mark_entries_of_log
 from pensieve.store._raw import Finding, Problem, RawSession, Remedy, make_finding
 from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store.contract import Key

@@ -21,19 +21,20 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from pensieve.errors import DataLoss, FailedPrecondition
-from pensieve.store._clock import Moment
 from pensieve.store._codec import FORMAT_ERASED, StoredRecord, verify_next
-from pensieve.store._examine import examine, plan_fix, salvage_meta
 from pensieve.store._raw import (
     Problem,
     Progress,
     RawSession,
     Remedy,
+    examine,
     make_finding,
+    plan_fix,
+    salvage_meta,
     sort_keys,
     without_lease_holder,
 )
-from pensieve.store._rules import CommittedRequest, Meta
+from pensieve.store._rules import CommittedRequest, Meta, Moment
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.disk import fsync_path, log_of_changes, size_of
 from pensieve.store._sqlite.pages import PageRow, Pages

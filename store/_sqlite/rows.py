@@ -10,14 +10,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from pensieve.errors import FailedPrecondition
-from pensieve.store._clock import Moment
 from pensieve.store._codec import StoredRecord, make_stored_record
-from pensieve.store._examine import examine, plan_fix, salvage_meta
-from pensieve.store._leases import expire_lease
-from pensieve.store._listing import Position
-from pensieve.store._marks import MarkEntry, mark_entries, mark_entries_of_log
-from pensieve.store._raw import RawSession
-from pensieve.store._rules import CommittedRequest, Meta, is_gone, with_head_hash
+from pensieve.store._listing import MarkEntry, Position, mark_entries, mark_entries_of_log
+from pensieve.store._raw import RawSession, examine, plan_fix, salvage_meta
+from pensieve.store._rules import CommittedRequest, Meta, Moment, expire_lease, is_gone, with_head_hash
 from pensieve.store._sqlite.raw_rows import (
     ORPHANS,
     columns_of,

@@ -2,8 +2,8 @@
 
 Works on the stored bytes (``store._raw``), not on a store's answers. Reading works beside a running server.
 
-May import: store._codec, store._examine, store._raw, store._refusals, store._rules, store.contract,
-store.records, store.redis_store, store.sqlite_store.
+May import: store._codec, store._raw, store._refusals, store._rules, store.contract, store.records, store.redis_store,
+store.sqlite_store.
 """
 
 from __future__ import annotations

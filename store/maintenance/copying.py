@@ -10,15 +10,17 @@ from pathlib import Path
 
 import msgspec
 
-from pensieve.store._examine import Examination, examine, plan_fix
 from pensieve.store._raw import (
+    Examination,
     Problem,
     Progress,
     RawSession,
     RawStore,
+    examine,
     has_expired,
     has_running_turn,
     no_progress,
+    plan_fix,
     without_lease_holder,
 )
 from pensieve.store._rules import CommittedRequest, Meta

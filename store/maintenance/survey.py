@@ -10,8 +10,17 @@ from pathlib import Path
 import msgspec
 
 from pensieve.store import _refusals
-from pensieve.store._examine import Examination, examine, plan_fix
-from pensieve.store._raw import Finding, Progress, RawSession, RawStore, Remedy, no_progress
+from pensieve.store._raw import (
+    Examination,
+    Finding,
+    Progress,
+    RawSession,
+    RawStore,
+    Remedy,
+    examine,
+    no_progress,
+    plan_fix,
+)
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals
 from pensieve.store.records import Record

@@ -13,7 +13,7 @@ import pytest
 from pensieve.core import Role, SamplingDefaults
 from pensieve.errors import PensieveError
 from pensieve.server.admission import LONGEST_RETRY_S, AdmissionGate, AdmissionTicket, GateLimits
-from pensieve.server.tenants import TenantLimits, TenantTable
+from pensieve.server.keys import TenantLimits, TenantTable
 from pensieve.server.values import InputEntry, NewTurn
 
 PLACES = 16

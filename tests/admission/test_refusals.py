@@ -11,7 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from pensieve.engine.messages import Stats
-from pensieve.server.tenants import TenantLimits, TenantTable
+from pensieve.server.keys import TenantLimits, TenantTable
 from pensieve.server.values import NewTurn
 from pensieve.store import BeginRequest, Key
 from pensieve.store.memory_store import MemoryStore

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.replay.presentation.compare import read_report
+from pensieve.replay.presentation.curves import read_report
 from support.replay.benches import BENCH
 from support.replay.dying_server import LAST_WORDS
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pensieve.config import CacheConfig
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.server.operations.recording import TraceHeader, TraceRow
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine

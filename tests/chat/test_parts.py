@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pensieve import own_server
-from pensieve.cli.chat import command, sessions, turn_display
+from pensieve.cli.chat import command, screen, sessions
 from pensieve.cli.chat.command import ChatLoop
-from pensieve.cli.chat.turn_display import MarkdownView, markdown, split_blocks
-from pensieve.cli.chat.unsent import Unsent, UnsentFolder
+from pensieve.cli.chat.prompt import Unsent, UnsentFolder
+from pensieve.cli.chat.screen import MarkdownView, markdown, split_blocks
 from pensieve.cli.output import clean
 from pensieve.cli.sessions import sessions as listing
 from pensieve.client import Client
@@ -87,8 +87,8 @@ def drawn(text: str, height: int = 10) -> str:
 
 def test_a_long_answer_costs_no_more_than_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     laid_out: list[int] = []
-    monkeypatch.setattr(turn_display, "REDRAW_S", 0.0)
-    monkeypatch.setattr(turn_display, "markdown", lambda text: laid_out.append(len(text)) or markdown(text))
+    monkeypatch.setattr(screen, "REDRAW_S", 0.0)
+    monkeypatch.setattr(screen, "markdown", lambda text: laid_out.append(len(text)) or markdown(text))
     text = "".join(f"Paragraph **{number}** of them.\n\n" for number in range(300))
     file = drawn(text)
     assert all(file.count(f"Paragraph {number} of them.") >= 1 for number in range(300))

@@ -63,7 +63,7 @@ def test_a_client_is_told_in_one_line_what_a_server_needs(monkeypatch: pytest.Mo
 def test_it_fits_the_terminal(width: int) -> None:
     """What can be copied is not cut apart, all else is wrapped below itself."""
     long = Check(
-        "store", "file", "fail", "/some/where/that/is.sqlite3 is not writable", "a fix of many words " * 5
+        "file", "fail", "/some/where/that/is.sqlite3 is not writable", "a fix of many words " * 5, "store"
     )
     out = io.StringIO()
     show([long], Console(file=out, width=width, force_terminal=True, color_system=None))

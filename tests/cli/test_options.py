@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.cli.gateway import gateway
-from pensieve.config import EngineOptions, batch_limits
-from pensieve.http.common.settings import DoorSettings
+from pensieve.config import DoorSettings, EngineOptions, batch_limits
 from pensieve.options.serve import ServeOptions, resolve
 from pensieve.options.table import GROUPS, HIDDEN_OPTIONS, OFF_SWITCHES, OPTIONS
 from pensieve.options.values import duration, is_loopback, split_address

@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
-from pensieve.engine.cost.model import CostModel
-from pensieve.engine.cost.profiles import CostPoint, Prober, split_attention
+from pensieve.engine.cost import CostModel
+from pensieve.engine.cost_profiles import CostPoint, Prober, split_attention
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
 from pensieve.engine.worker import kv_error
 from pensieve.model.folder import load_arch

@@ -31,7 +31,7 @@ def machine(clock: HandClock, *, attach: bool = False) -> TurnMachine:
     spec = pb.TurnSpec(request_id="r")
     request = pb.StreamTurnRequest(session="sessions/s", turn=spec, attach_only=attach)
     backoff = Backoff(RetryPolicy(), uniform=lambda low, high: high, clock=clock)
-    return TurnMachine(request, policy=RetryPolicy(), clock=clock, backoff=backoff)
+    return TurnMachine(request, clock=clock, backoff=backoff)
 
 
 def _delta() -> pb.StreamTurnResponse:

@@ -9,6 +9,7 @@ import pytest
 from google.protobuf.message import Message
 
 from pensieve.client import AsyncClient, RetryPolicy, Turn, decode
+from pensieve.client._retry import Backoff
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from pensieve.v1 import pensieve_pb2 as pb
@@ -91,7 +92,7 @@ def test_committed_but_the_answers_were_lost(client: Any, fake: FakeConversation
 def machine(*messages: Message) -> TurnMachine:
     """What the SDK makes of these, without a server."""
     request = pb.StreamTurnRequest(session="sessions/s", turn=pb.TurnSpec(request_id="r"))
-    turn = TurnMachine(request, policy=RetryPolicy())
+    turn = TurnMachine(request, backoff=Backoff(RetryPolicy()))
     feed(turn, pb.TurnAccepted(attempt="a"), *messages)
     return turn
 

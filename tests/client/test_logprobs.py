@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pensieve.client import Piece, TokenText
-from pensieve.client._retry import RetryPolicy
+from pensieve.client._retry import Backoff, RetryPolicy
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.errors import Unavailable
 from pensieve.rpc_status import TRANSPORT
@@ -14,7 +14,7 @@ BROKEN = Unavailable("socket closed", reason=TRANSPORT)
 
 def machine(attempt: str = "a") -> TurnMachine:
     request = pb.StreamTurnRequest(session="sessions/s", turn=pb.TurnSpec(request_id="r"))
-    made = TurnMachine(request, policy=RetryPolicy(max_attempts=4, initial_s=0.001))
+    made = TurnMachine(request, backoff=Backoff(RetryPolicy(max_attempts=4, initial_s=0.001)))
     begin(made, attempt)
     return made
 

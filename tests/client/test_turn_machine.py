@@ -47,7 +47,6 @@ def machine(
     clock = clock or Clock()
     return TurnMachine(
         request,
-        policy=POLICY,
         timeout=timeout,
         wait_if_busy=wait_if_busy,
         abandoned=abandoned,

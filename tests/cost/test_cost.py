@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.engine.cost.model import CostModel, CostProfileError
+from pensieve.engine.cost import CostModel, CostProfileError
 
 MODEL = CostModel(((32, 1.0), (64, 2.0), (128, 5.0)), 10.0, 32)
 
@@ -22,7 +22,12 @@ def test_cost_interpolates_between_profiled_points_and_continues_the_last_line()
 @given(st.integers(1, 4000), st.integers(1, 4000))
 def test_estimated_cost_rises_with_the_context(a: int, b: int) -> None:
     model = CostModel.estimate(
-        layers=4, query_heads=8, head_dim=64, parameters=10_000_000, chunk_tokens=32, context_limit=2048
+        windows=(None,) * 4,
+        query_heads=8,
+        head_dim=64,
+        parameters=10_000_000,
+        chunk_tokens=32,
+        context_limit=2048,
     )
     low, high = model.cost(sorted((a, b)))
     assert low <= high
@@ -56,8 +61,8 @@ def test_a_bad_profile_says_so(tmp_path: Path, text: str) -> None:
 def test_layers_with_windows_cost_no_more_beyond_them() -> None:
     shape = {"query_heads": 8, "head_dim": 64, "parameters": 10_000_000, "chunk_tokens": 32}
     one, two = (
-        CostModel.estimate(layers=layers, windows=windows, context_limit=2048, **shape)
-        for layers, windows in ((1, ()), (1, (64, 64, 128)))
+        CostModel.estimate(windows=windows, context_limit=2048, **shape)
+        for windows in ((None,), (None, 64, 64, 128))
     )
     lengths = np.array([32, 64, 128, 1024])
     extra = two.attention_cost(lengths) - one.attention_cost(lengths)

@@ -14,9 +14,9 @@ import pytest
 
 from pensieve.config import EngineOptions, KvDtypeName
 from pensieve.core import Sampling
-from pensieve.engine.cost import profiles
-from pensieve.engine.cost.model import CostModel, CostProfileError
-from pensieve.engine.cost.profiles import (
+from pensieve.engine import cost_profiles as profiles
+from pensieve.engine.cost import CostModel, CostProfileError
+from pensieve.engine.cost_profiles import (
     estimate,
     fingerprint,
     load_or_measure_cost,

@@ -10,7 +10,7 @@ import pytest
 from pensieve.config import KvDtypeName
 from pensieve.core import RequestKey
 from pensieve.engine.cache.pages import PageSize
-from pensieve.engine.cost.profiles import ElasticPages, prober, quick_points
+from pensieve.engine.cost_profiles import ElasticPages, prober, quick_points
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.plan import NO_PAGE, Plan, Sampled, Span, StepResult, SynchronousWorker
 from pensieve.engine.worker.hybrid_sizing import ContextSizes

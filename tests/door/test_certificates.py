@@ -11,9 +11,9 @@ from grpc import aio
 
 from pensieve import rpc_status
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.auth import FORWARDED_NAME_KEY
 from pensieve.server.rpc.grpc_server import tls_credentials
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 from support.service.certificates import authority, signed

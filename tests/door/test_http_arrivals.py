@@ -18,12 +18,12 @@ import httpx2 as httpx
 import pytest
 from door.test_http_strangers import GOOD, KEY, keyed
 
+from pensieve.config import DoorSettings
 from pensieve.http import arrivals, run, wire
 from pensieve.http.app import make_app
 from pensieve.http.arrivals import Acceptor
 from pensieve.http.common import admission
 from pensieve.http.common.admission import Admission
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
 from pensieve.http.run import TlsFiles, running
 from support.service.certificates import authority, signed

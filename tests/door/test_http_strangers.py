@@ -17,17 +17,17 @@ import httpx2 as httpx
 import pytest
 
 from pensieve.client import AsyncClient
+from pensieve.config import DoorSettings
 from pensieve.http import connections as connections_of
 from pensieve.http import wire
 from pensieve.http.app import make_app
 from pensieve.http.common import admission, bodies
 from pensieve.http.common.callers import identity_from_header
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
 from pensieve.http.run import ManagedServer, running
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.interceptor import AccessControl
 from support.http.http_rig import door
 from support.service.service_rig import Rig, serving
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from pensieve.config import DoorSettings
 from pensieve.http import wire
 from pensieve.http.app import make_app
 from pensieve.http.common import bodies
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import running
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, encode, serving

@@ -13,9 +13,9 @@ import pytest
 
 from pensieve.server.keys import load_keys
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.auth import Authenticator
 from pensieve.server.rpc.grpc_server import tls_credentials
+from pensieve.server.rpc.interceptor import AccessControl
 from support.service.service_rig import serving
 from support.sources import ROOT
 

@@ -15,8 +15,8 @@ import pytest
 from grpc import aio
 
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.auth import FAILURES, FAILURES_PER_S, LONGEST_WAIT_S, LoginThrottle
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 from support.service.server_process import launched

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pensieve.errors import PensieveError
+from pensieve.server.keys import TenantLimits, TenantTable
 from pensieve.server.sessions import quotas
-from pensieve.server.tenants import TenantLimits, TenantTable
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.drawn_turns import drawing
 from support.service.service_rig import Rig, refusal, serving, spec, uid

@@ -12,7 +12,7 @@ from pensieve.core import SessionKey, TokenArray
 from pensieve.engine.cache.chunk import CachedSession, Place, Restore, TierTokens
 from pensieve.engine.cache.index import Reclaim, lowest
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 
 COST = CostModel(((0, 0.0), (1000, 1000.0)), 4.0, 4)
 """Cost(l) = l + 4: chunk k of four tokens costs 4k + 8."""

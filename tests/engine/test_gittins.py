@@ -14,7 +14,7 @@ from pensieve.engine.cache.chunk import CachedSession
 from pensieve.engine.cache.index import Reclaim, ValueTable
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Retention
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
 from support.lengths import at_length

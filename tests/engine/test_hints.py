@@ -11,8 +11,8 @@ from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import Hints, SessionKey
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.policy import Gittins
-from pensieve.engine.cache.rates.hints import NO_HINT, apply_hint, apply_hints, hint_from
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cache.rates import NO_HINT, apply_hint, apply_hints, hint_from
+from pensieve.engine.cost import CostModel
 
 FLAT = CostModel(((0, 0.0), (1000, 0.0)), 1.0, 4)
 """Every chunk costs the same: only rates of return tell them apart."""

@@ -13,7 +13,7 @@ from pensieve.config import CacheConfig, CacheGroup
 from pensieve.core import SessionKey, TokenArray
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.pages import unit_pages_for
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from support.lengths import at_length
 
 SIZE = 32

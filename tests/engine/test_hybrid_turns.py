@@ -11,7 +11,7 @@ from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, Shar
 from pensieve.engine.cache.eviction import reclaim_kind
 from pensieve.engine.cache.evictor import Evictor
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 
 SIZE = 8
 COST = CostModel(((0, 0.0), (1000, 1000.0)), 4.0, SIZE)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from pensieve.core import Floats
@@ -304,54 +303,6 @@ def test_a_receipt_of_a_full_group_is_the_sum_over_its_chunks() -> None:
         swapped_in = sum(filled[chunk] for chunk in on_host)
         assert found == (sum(filled) - swapped_in, swapped_in, tokens_in(missing))
         assert sum(found) == cache.keep
-
-
-# -- the next victim -------------------------------------------------------------------------------------------------
-
-
-def victim_columns(seed: int, rows: int) -> tuple[Floats, float, Floats, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    costs = np.append(rng.uniform(0.5, 1.0) + rng.uniform(0, 0.2) * np.arange(50), np.inf)
-    full_bytes = float(rng.choice((0.0, 1.0, 4096.0, 163_840.0)))
-    tails = rng.choice((0.0, 0.5, 3.0, 40.0), rows) * max(full_bytes, 1.0)
-    count = rng.integers(0, 25, rows)
-    first = np.where(count, rng.integers(0, 25, rows), -1)
-    return costs, full_bytes, tails, first, count
-
-
-def test_the_next_victim_is_the_cheaper_per_byte() -> None:
-    taken = [0, 0]
-    for seed in range(at_length(30, 300)):
-        costs, full_bytes, tails, first, count = victim_columns(seed, 40)
-        sums = restore.cost_sums(costs)
-        values, whole = restore.next_victims(costs, sums, full_bytes, tails, first, count)
-        for row, (tail, start, chunks) in enumerate(zip(tails, first.tolist(), count.tolist(), strict=True)):
-            found = restore.next_victim(costs.tolist(), sums.tolist(), full_bytes, float(tail), start, chunks)
-            assert found == (values[row], whole[row]), "the columns hold exactly the same"
-            options = [(float(costs[start]), False)] if full_bytes or not tail else []
-            if tail:
-                total = sum(costs[start : start + chunks].tolist()) if chunks else 0.0
-                options.append((total * (full_bytes or 1.0) / (chunks * full_bytes + tail), True))
-            value, is_whole = min(options)
-            assert found.value == pytest.approx(value, rel=1e-12), options
-            if len(options) == 1 or abs(options[0][0] - options[1][0]) > 1e-9:
-                assert found.whole == is_whole
-            taken[found.whole] += 1
-    assert min(taken) > 100
-
-
-def test_without_a_tail_the_victim_is_the_chunk_at_exactly_its_cost() -> None:
-    costs, _, _, first, count = victim_columns(0, 400)
-    costs[:-1] = 0.1  # equal costs: rounding alone could make a mean the lower one
-    sums = restore.cost_sums(costs)
-    values, whole = restore.next_victims(costs, sums, 3.0, np.zeros(400), first, count)
-    assert not whole.any()
-    assert values.tobytes() == costs[first].tobytes()
-    for start, chunks in zip(first.tolist(), count.tolist(), strict=True):
-        assert restore.next_victim(costs.tolist(), sums.tolist(), 3.0, 0, start, chunks) == (
-            costs[start],
-            False,
-        )
 
 
 # -- a decoder that computes exactly the missing set -----------------------------------------------------------------

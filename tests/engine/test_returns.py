@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.engine.cache import policy as policies
+from pensieve.engine.cache import rates as returns
 from pensieve.engine.cache.policy import UNKNOWN, Gittins, Retention
-from pensieve.engine.cache.rates import returns
-from pensieve.engine.cache.rates.returns import (
+from pensieve.engine.cache.rates import (
     BINS,
     CELLS,
     EDGES,

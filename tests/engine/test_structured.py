@@ -20,10 +20,8 @@ from llguidance import LLTokenizer
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import FinishReason, Grammar, Sampling
-from pensieve.engine.grammar import matchers
-from pensieve.engine.grammar.matchers import SLOWEST_MASKS
-from pensieve.engine.grammar.prototypes import NICENESS, Prototypes
-from pensieve.engine.grammar.structured import Structured
+from pensieve.engine import grammar as structured
+from pensieve.engine.grammar import NICENESS, SLOWEST_MASKS, Prototypes, Structured
 from pensieve.engine.messages import Cancel
 from support.engine.choosing import (
     EOS,
@@ -308,7 +306,7 @@ def test_beams_are_refused(rig: Rig) -> None:
 
 @pytest.mark.fault(65)
 def test_long_masks_end_the_turn(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
-    monkeypatch.setattr("pensieve.engine.grammar.matchers.LONGEST_MASK_S", -1.0)  # every mask takes longer
+    monkeypatch.setattr("pensieve.engine.grammar.LONGEST_MASK_S", -1.0)  # every mask takes longer
     rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
     rig.answers.run()
     assert rig.answers.ended[1] == "GRAMMAR_TOO_COSTLY"
@@ -320,14 +318,14 @@ def test_a_panic_of_the_library_ends_the_turn_only(monkeypatch: pytest.MonkeyPat
     class Panic(BaseException):
         """As the library raises: no Exception."""
 
-    original = matchers._Row._advance
+    original = structured._Row._advance
 
     def advance(row: Any) -> str:
         if row.output_tokens == 3:
             raise Panic
         return original(row)
 
-    monkeypatch.setattr(matchers._Row, "_advance", advance)
+    monkeypatch.setattr(structured._Row, "_advance", advance)
     rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
     rig.answers.submit(2, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=3))
     rig.answers.run()
@@ -358,8 +356,8 @@ def test_a_slow_grammar_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.001)
         original(row)
 
-    original = matchers._Row.advance
-    monkeypatch.setattr(matchers._Row, "advance", waiting)
+    original = structured._Row.advance
+    monkeypatch.setattr(structured._Row, "advance", waiting)
     made.answers.submit(1, prompt("held"), held)
     while (1, 0) not in made.answers.outputs:
         made.answers.step()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PENDING, Plan, SampleSpec, Span
-from pensieve.engine.worker.cuda_batch import NO_SLOT, make_cuda_batch
 from pensieve.engine.worker.graphs import buckets
-from pensieve.engine.worker.torch_batch import make_torch_batch
+from pensieve.engine.worker.program import NO_SLOT, make_cuda_batch
+from pensieve.engine.worker.torch_worker import make_torch_batch
 from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
 

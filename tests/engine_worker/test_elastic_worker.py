@@ -11,7 +11,7 @@ import torch
 
 from pensieve.engine.cache.pages import PageSize
 from pensieve.engine.kv.grid import TierLayout
-from pensieve.engine.kv.hybrid import HybridPools, back_tier
+from pensieve.engine.kv.pools import HybridPools, KvFormat, back_tier
 from pensieve.engine.kv.swap import sizes_of
 from pensieve.engine.kv.virtual.plain import PlainBackend
 from pensieve.engine.plan import Plan
@@ -141,7 +141,7 @@ def make_pools(arch: Arch, units: tuple[int, int], pages: int = 60) -> HybridPoo
         10 * one, tuple(replace(size, unit_pages=1 if len(sizes) > 1 else 10) for size in sizes)
     )
     return HybridPools(
-        arch, groups, (device, host), chunk_tokens=CHUNK, dtype=torch.float32, device=torch.device("cpu"), floor=one
+        arch, groups, (device, host), form=KvFormat(CHUNK, torch.float32), device=torch.device("cpu"), floor=one
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import NO_PAGE, PENDING, Chain, Plan, SampleSpec, Span
-from pensieve.engine.worker.cuda_batch import make_cuda_batch
+from pensieve.engine.worker.program import make_cuda_batch
 from pensieve.engine.worker.spans import NO_SLOT
-from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
+from pensieve.engine.worker.torch_worker import TorchBatch, make_torch_batch
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from pensieve.engine.cache.pages import PagePool, PageSize
 from pensieve.engine.kv.grid import Grid, TierLayout
-from pensieve.engine.kv.hybrid import HybridPools
-from pensieve.engine.kv.pools import KvPools
+from pensieve.engine.kv.pools import HybridPools, KvFormat, KvPools
 from pensieve.engine.plan import Copy
 from pensieve.model.arch import Arch, Layer, ModelError, StateShape
 from pensieve.model.groups import (
@@ -162,9 +161,7 @@ def make_pools(arch: Arch, dtype: torch.dtype = torch.float32) -> HybridPools:
         )
         for num_bytes, units in ((40_000, (3, 2)), (20_000, (1, 1)))
     )
-    return HybridPools(
-        arch, groups, (device, host), chunk_tokens=CHUNK, dtype=dtype, device=torch.device("cpu")
-    )
+    return HybridPools(arch, groups, (device, host), form=KvFormat(CHUNK, dtype), device=torch.device("cpu"))
 
 
 def pages_of(pools: HybridPools, tier: int, group: int, count: int) -> list[int]:
@@ -261,8 +258,7 @@ def test_one_group_has_the_layout_of_chunks() -> None:
         make_arch(FULL, FULL),
         device_chunks=5,
         host_chunks=3,
-        chunk_tokens=CHUNK,
-        dtype=torch.float32,
+        form=KvFormat(CHUNK, torch.float32),
         device=torch.device("cpu"),
     )
     assert pools.device.shape == (2, 6, 2, 2, CHUNK, 8) and pools.device.is_contiguous()

@@ -14,9 +14,14 @@ from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import graphs
 from pensieve.engine.worker import program as program_module
-from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
-from pensieve.engine.worker.program import SharedState, StepProgram, preferred_blas
+from pensieve.engine.worker.program import (
+    CudaBatch,
+    SharedState,
+    StepProgram,
+    make_cuda_batch,
+    preferred_blas,
+)
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention import capacity

@@ -16,9 +16,8 @@ from transformers.generation import logits_process as hf
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import SampleSpec, TokenMask
-from pensieve.engine.sampling.draw import Parameters, draw, token_weights
 from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup, prepare, uniform
-from pensieve.engine.sampling.sampler import choose, sample, sanitize
+from pensieve.engine.sampling.sampler import Parameters, choose, draw, sample, sanitize, token_weights
 from support.engine.slow_sampler import slow_sample, slow_uniform
 
 VOCAB = 50

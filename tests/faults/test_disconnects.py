@@ -22,11 +22,10 @@ from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
 from pensieve.server.conversations import Conversations
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.auth import Authenticator
 from pensieve.server.rpc.grpc_server import add_health_and_reflection, make_server
 from pensieve.server.rpc.interceptor import Interceptor
-from pensieve.server.rpc.service import ConversationService
+from pensieve.server.rpc.service import AdminService, ConversationService
 from pensieve.server.settings import TurnSettings
 from pensieve.store import Key
 from pensieve.store.memory_store import MemoryStore

@@ -16,7 +16,7 @@ from pensieve.core import FinishReason
 from pensieve.debug import child_environment
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc import grpc_server
-from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 from support.faults.proxies import CuttingProxy, running

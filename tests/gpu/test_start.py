@@ -12,11 +12,11 @@ import torch
 
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.cost.profiles import load_or_measure_cost, profile_directory
+from pensieve.engine.cost_profiles import load_or_measure_cost, profile_directory
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker.sizing import report
 from pensieve.engine.worker.torch_worker import Worker, build_worker
-from pensieve.model.filling import MOST_THREADS, PIECE_BYTES, TensorFill, fill_all
+from pensieve.model.checkpoint import MOST_THREADS, PIECE_BYTES, TensorFill, fill_all
 from pensieve.model.folder import load_arch
 from pensieve.model.weights import Weights, load_weights, tensors_of, weight_bytes
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint

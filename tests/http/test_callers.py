@@ -18,13 +18,13 @@ import httpx2 as httpx
 import pytest
 from openai import AsyncStream
 
+from pensieve.config import DoorSettings
 from pensieve.http.app import make_app
 from pensieve.http.common import callers
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import ManagedServer, running
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.auth import FORWARDED_ADDRESS_KEY
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.server.rpc.service import ConversationService
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from pensieve.core import FinishReason
 from pensieve.errors import Internal
-from pensieve.server.unavailable import restarting
+from pensieve.server.failures import restarting
 from support.http.http_rig import HttpRig, door
 from support.service.scripted_link import ScriptedGeneration
 from support.service.service_rig import encode, says

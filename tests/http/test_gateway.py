@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from openai import APIStatusError, OpenAI
 
 from pensieve.cli.gateway import gateway as gateway_command
+from pensieve.config import DoorSettings
 from pensieve.http import run
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import needs_no_key
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.spawn import ServerProcess
 from support.http.gateway import gateway
 from support.http.http_rig import BearerTenant

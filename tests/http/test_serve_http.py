@@ -25,9 +25,10 @@ import pytest
 from click.testing import CliRunner
 from openai import APIConnectionError, OpenAI
 
+from pensieve import logs
+from pensieve.config import DoorSettings
 from pensieve.http import child
 from pensieve.http.common.door import Readiness
-from pensieve.http.common.settings import DoorSettings
 from pensieve.options.serve import ServeOptions
 from pensieve.server import gateway as keeper
 from pensieve.server import ports
@@ -281,7 +282,7 @@ def test_what_keeps_it_from_opening_is_said_in_one_line(tmp_path: Path) -> None:
 async def test_files_of_no_use_are_refused_at_the_start(tmp_path: Path) -> None:
     broken = tmp_path / "broken.pem"
     broken.write_text("not a certificate")
-    door = Gateway(GatewayCommand(f"unix:{tmp_path / 'socket'}", broken, broken))
+    door = Gateway(GatewayCommand(DoorSettings(f"unix:{tmp_path / 'socket'}"), broken, broken))
     door.open("127.0.0.1", 0)
     door.start()
     with pytest.raises(GatewayError, match="the HTTP door did not start: it ended with status 1 after: "):
@@ -308,7 +309,8 @@ def test_the_door_has_the_options_of_its_server(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(ports, "Gateway", Opened)
     monkeypatch.setattr(child, "_serve", serve)
-    for name in ("configure_logging", "leave_signals_to_parent", "die_with_parent"):
+    monkeypatch.setattr(logs, "configure_logging", lambda **_: None)
+    for name in ("leave_signals_to_parent", "die_with_parent"):
         monkeypatch.setattr(child, name, lambda *_, **__: True)
     options = ServeOptions(
         heartbeat_s=3.5,
@@ -398,7 +400,7 @@ class Dying(StandIn):
 async def kept(monkeypatch: pytest.MonkeyPatch, process: type[StandIn]) -> AsyncIterator[tuple[Gateway, int]]:
     """A door whose process is a stand-in, and its port."""
     monkeypatch.setattr(keeper, "GatewayProcess", process)
-    door = Gateway(GatewayCommand("unix:x"))
+    door = Gateway(GatewayCommand(DoorSettings("unix:x")))
     try:
         port = door.open("127.0.0.1", 0)
         door.start()

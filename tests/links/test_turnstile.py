@@ -8,7 +8,7 @@ from pensieve.core import RequestKey, Sampling, SessionKey
 from pensieve.engine.messages import Finished, FinishReason, Output, Submit, Usage
 from pensieve.errors import Internal, PensieveError, ResourceExhausted
 from pensieve.server.links.generations import Generations, OpenGeneration
-from pensieve.server.links.probation_gate import ProbationGate
+from pensieve.server.links.quarantine import ProbationGate
 from support.service.listener import Listener
 
 

@@ -8,9 +8,9 @@ import pytest
 from pensieve.core import Sampling, SessionKey
 from pensieve.engine.messages import Stats
 from pensieve.errors import Unavailable
-from pensieve.server.links import watchdog
+from pensieve.server.links import base
+from pensieve.server.links.base import HUNG_FLOOR_S, STALLED_FLOOR_S, StepTimes, Watchdog
 from pensieve.server.links.process_link import ProcessLink
-from pensieve.server.links.watchdog import HUNG_FLOOR_S, STALLED_FLOOR_S, StepTimes, Watchdog
 from pensieve.server.operations import health
 from support.engine.fake_engine import BUILDER, Script, options
 from support.service.listener import Listened
@@ -177,7 +177,7 @@ async def test_an_engine_process_is_judged_by_what_its_steps_took(monkeypatch: p
         long = times.expected(3001)
         assert long is not None and long >= 0.3
         assert link._watchdog._tokens == 1, "the last step that was announced made one token"
-        monkeypatch.setattr(watchdog, "HUNG_FLOOR_S", 0.5)
+        monkeypatch.setattr(base, "HUNG_FLOOR_S", 0.5)
         with pytest.raises(Unavailable, match="ENGINE_RESTARTING"):
             async for _ in prompt(
                 100, token=7

@@ -11,8 +11,8 @@ import pytest
 
 from pensieve.core import Sampling
 from pensieve.model.arch import Arch, ModelError, Rope
-from pensieve.model.eos_tokens import default_eos_ids
 from pensieve.model.families import CONFIG_CLASSES, READERS
+from pensieve.model.families.parsing import default_eos_ids
 from pensieve.model.folder import load_arch
 from pensieve.model.groups import kv_groups
 

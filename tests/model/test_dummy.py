@@ -13,8 +13,8 @@ from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker.torch_worker import build_worker
-from pensieve.model.dummy import DummySource
 from pensieve.model.folder import load_arch
+from pensieve.model.tensor_source import DummySource
 from pensieve.model.weights import Weights, load_weights
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
 

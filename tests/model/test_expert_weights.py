@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pensieve.engine.worker.sizing import Placement, workspace_bytes
-from pensieve.model import filling
+from pensieve.model import checkpoint
 from pensieve.model.arch import ModelError
-from pensieve.model.filling import TensorFill, pieces
+from pensieve.model.checkpoint import TensorFill, pieces
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 from pensieve.model.weights import ExpertWeights, LoadFormat, Weights, load_weights, tensors_of
@@ -187,7 +187,7 @@ def test_a_step_needs_memory_for_every_pick(base: Path) -> None:
 
 
 def test_large_slices_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "PIECE_BYTES", 4 * 20)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 4 * 20)
     source = torch.arange(3 * 7 * 9.0).view(3, 7, 9)[:, 2:6, :]
     target = torch.zeros(3, 4, 9)
     found = list(pieces([TensorFill(source, target)]))

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from pensieve.model import filling
-from pensieve.model.filling import DirectMover, Mover, StagedMover, TensorFill, fill_all, pieces
+from pensieve.model import checkpoint
+from pensieve.model.checkpoint import DirectMover, Mover, StagedMover, TensorFill, fill_all, pieces
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def test_every_element_arrives(
     source: torch.dtype,
     target: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(filling, "PIECE_BYTES", 52)  # pieces that end in the middle of a row
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 52)  # pieces that end in the middle of a row
     jobs, counts, lock = fills(source, target), [0], threading.Lock()
 
     def advance(count: int) -> None:
@@ -65,7 +65,7 @@ def test_parts_of_one_tensor() -> None:
 
 
 def test_pieces_bound_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "PIECE_BYTES", 64)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 64)
     for source, target in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         for part, place in pieces(fills(source, target)):
             assert max(part.nbytes, place.nbytes) <= 64

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from pensieve.model.arch import ModelError
-from pensieve.model.fingerprint import model_fingerprint
+from pensieve.model.folder import model_fingerprint
 
 
 def write(folder: Path, *, value: float = 1.0, at: int = 0, size: int = 300_000, **config: object) -> Path:

@@ -19,8 +19,7 @@ from pensieve.engine.build import numerics
 from pensieve.engine.worker.sizing import DTYPES, report, resolve_device
 from pensieve.kernels.fp8_reference import quantise_rows, scaled_linear
 from pensieve.model.arch import DTYPE_BYTES, ModelError
-from pensieve.model.fingerprint import model_fingerprint
-from pensieve.model.folder import has_fp8_products, load_arch
+from pensieve.model.folder import has_fp8_products, load_arch, model_fingerprint
 from pensieve.model.shard import WHOLE_MODEL, Shard
 from pensieve.model.weights import Linear, MlpWeights, Weights, load_weights, tensors_of, weight_bytes
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint

@@ -17,8 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from pensieve.gguf import read_gguf
 from pensieve.model import gguf_checkpoint
 from pensieve.model.arch import ModelError
-from pensieve.model.fingerprint import model_fingerprint
-from pensieve.model.folder import load_arch, load_generation
+from pensieve.model.folder import load_arch, load_generation, model_fingerprint
 from pensieve.model.resolve import display_name, resolve_model
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import inverse_frequency

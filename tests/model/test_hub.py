@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.model.arch import ModelError
-from pensieve.model.hub import _gguf_files
+from pensieve.model.resolve import _gguf_files
 from support.engine.checkpoints import tiny_checkpoint
 from support.gguf_files import write_gguf
 from support.hub import StandInHub

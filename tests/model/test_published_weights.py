@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pensieve.model.arch import ModelError
-from pensieve.model.files import INDEX, SINGLE
-from pensieve.model.fingerprint import model_fingerprint
-from pensieve.model.folder import load_arch
+from pensieve.model.folder import INDEX, SINGLE, load_arch, model_fingerprint
 from pensieve.model.shard import Shard
 from pensieve.model.weights import load_weights
 from support.engine.checkpoints import Family, tiny_checkpoint

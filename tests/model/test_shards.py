@@ -10,7 +10,7 @@ import torch
 
 from pensieve.model import checkpoint
 from pensieve.model.arch import Arch, ModelError
-from pensieve.model.filling import TensorFill
+from pensieve.model.checkpoint import TensorFill
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 from pensieve.model.weights import LoadFormat, Weights, load_weights, tensors_of, weight_bytes

@@ -22,7 +22,7 @@ load_arch(Path(sys.argv[1]))
 classes = {name: getattr(_config_module(folder), name) for folder, name in CONFIG_CLASSES.values()}
 assert not {"transformers", "transformers.models", "transformers.activations"} & sys.modules.keys()
 
-from pensieve.model.transformers_modules import transformers_module
+from pensieve.model.families.parsing import transformers_module
 generic = transformers_module("tokenization_utils_tokenizers").TokenizersBackend
 import transformers
 from transformers.activations import ACT2FN
@@ -46,7 +46,7 @@ def test_a_version_whose_parts_need_the_whole(tmp_path: Path) -> None:
     (package / "part.py").write_text("from . import Word")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from pensieve.model.transformers_modules import transformers_module\n"
+        "from pensieve.model.families.parsing import transformers_module\n"
         "assert transformers_module('part').Word == 'from the index'\n"
         "import transformers; assert transformers.Word and transformers.part.Word"
     )

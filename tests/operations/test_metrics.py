@@ -17,8 +17,8 @@ from pensieve import __version__
 from pensieve.client import AsyncClient
 from pensieve.server.operations.housekeeping import watch_lag
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.calls import count_calls
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.server.tasks import cancel_and_wait
 from pensieve.spawn import read_metric, read_metrics
 from pensieve.v1 import pensieve_pb2 as pb

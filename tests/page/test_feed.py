@@ -14,8 +14,8 @@ import pytest
 
 from pensieve.client import AsyncClient
 from pensieve.engine.cache.chunk import Place
-from pensieve.server.page import watching
-from pensieve.server.page.watching import StripPoller
+from pensieve.server.page import state as page_state
+from pensieve.server.page.state import StripPoller
 from support.page.page_rig import PageRig, page_rig
 
 LETTERS = {Place.DEVICE: "d", Place.BOTH: "b", Place.HOST: "h", Place.DROPPED: "x"}
@@ -94,7 +94,7 @@ async def test_sessions_come_by_activity_and_in_pages(tmp_path: Path) -> None:
 
 
 async def test_one_look_serves_all_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "FRESH_S", 600.0)
+    monkeypatch.setattr(page_state, "FRESH_S", 600.0)
     async with page_rig(tmp_path) as rig:
         await talk(rig, 3)
         looks = 0

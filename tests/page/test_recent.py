@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pensieve.core import Usage
-from pensieve.server.page import recent
-from pensieve.server.page.recent import RecentTurns
+from pensieve.server.page import state
+from pensieve.server.page.state import RecentTurns
 from pensieve.server.values import TurnEnd
 from pensieve.store import Key
 
@@ -37,16 +37,16 @@ def test_buckets_are_whole_and_in_order() -> None:
     for at in (1000.0, 1004.9, 1005.0, 1011.0):
         turns.turn_ended(ended(at))
     counts = [bucket.turns for bucket in turns.series(1011.5)]
-    assert len(counts) == recent.BUCKETS and counts[-2:] == [2, 1], "the bucket of 1010 is not over"
+    assert len(counts) == state.BUCKETS and counts[-2:] == [2, 1], "the bucket of 1010 is not over"
     assert sum(counts) == 3
 
 
 def test_old_turns_and_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = RecentTurns()
     turns.turn_ended(ended(0.0))
-    turns.turn_ended(ended(recent.MAX_AGE_S + 1.0))
+    turns.turn_ended(ended(state.MAX_AGE_S + 1.0))
     assert len(list(turns.since(-10.0))) == 1
-    monkeypatch.setattr(recent, "MAX_TURNS", 5)
+    monkeypatch.setattr(state, "MAX_TURNS", 5)
     turns = RecentTurns()
     for at in range(9):
         turns.turn_ended(ended(float(at)))

@@ -12,8 +12,8 @@ from pensieve.core import Sampling, SessionKey
 from pensieve.engine.messages import SessionStrip
 from pensieve.errors import NotFound
 from pensieve.server.links.process_link import ProcessLink
-from pensieve.server.page import watching
-from pensieve.server.page.watching import SessionNotes, StripPoller
+from pensieve.server.page import state
+from pensieve.server.page.state import SessionNotes, StripPoller
 from pensieve.store import Key
 from pensieve.store.records import SessionRow
 from support.engine.hash_engine import BUILDER
@@ -56,7 +56,7 @@ class SlowLink:
 
 
 async def test_an_engine_in_a_long_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(state, "PATIENCE_S", 0.01)
     link, now = SlowLink(), 0.0
     watch = StripPoller(link, clock=lambda: now)  # type: ignore[arg-type]
     assert await watch.strips() is None and await watch.strips() is None
@@ -88,7 +88,7 @@ async def test_notes_are_read_a_few_at_a_time_and_again_after_a_turn() -> None:
     kept = SessionNotes(store, clock=lambda: now)  # type: ignore[arg-type]
     wanted = [(Key("t", "gone"), 8), *((Key("t", f"s{number}"), 8) for number in range(30))]
     first = await kept.read(wanted)
-    assert len(store.read) == watching.MOST_READ and len(first) == watching.MOST_READ - 1
+    assert len(store.read) == state.MOST_READ and len(first) == state.MOST_READ - 1
     assert first[Key("t", "s0")].labels == {"title": "S0"} and first[Key("t", "s0")].items == 4
     assert len(await kept.read(wanted)) == 30 and len(store.read) == 31
     await kept.read(wanted)
@@ -96,9 +96,9 @@ async def test_notes_are_read_a_few_at_a_time_and_again_after_a_turn() -> None:
     grown = [(key, 16 if key.session_id == "s7" else tokens) for key, tokens in wanted]
     await kept.read(grown)
     assert len(store.read) == 31, "not at once"
-    now += watching.CHANGED_S + 1.0
+    now += state.CHANGED_S + 1.0
     await kept.read(grown)
     assert store.read[31:] == ["s7"]
-    now += watching.NOTE_FRESH_S + 1.0
+    now += state.NOTE_FRESH_S + 1.0
     await kept.read(grown)
-    assert len(store.read) == 32 + watching.MOST_READ
+    assert len(store.read) == 32 + state.MOST_READ

@@ -14,7 +14,7 @@ import torch
 
 from pensieve.config import EngineOptions
 from pensieve.engine.ranks import collectives, host
-from pensieve.engine.ranks.build import build_workers, check_gpus
+from pensieve.engine.ranks.leader import build_workers, check_gpus
 from pensieve.engine.ranks.supervisor import FAILURE_GRACE_S
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError

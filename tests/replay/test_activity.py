@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.replay.measure.activity import active_sessions, largest_within_limit
+from pensieve.replay.measure import active_sessions, largest_within_limit
 from pensieve.replay.records import TurnRecord
 
 

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 
 from pensieve.replay.command import replay
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
-from pensieve.replay.load.shaping import Shaping
-from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
+from pensieve.replay.load.workload import Conversation, Dataset, Shaping, TurnLengths
 from pensieve.replay.play import player_pool
 from pensieve.replay.play import player_process as wire
 from pensieve.replay.play.player_pool import ClientFailed, deal

@@ -7,10 +7,9 @@ import io
 from rich.console import Console
 
 from pensieve.core import Usage
+from pensieve.replay.command import LiveProgress
 from pensieve.replay.load.schedule import Arrivals
-from pensieve.replay.load.shaping import Shaping
-from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
-from pensieve.replay.play.progress import LiveProgress
+from pensieve.replay.load.workload import Conversation, Dataset, Shaping, TurnLengths
 from pensieve.replay.records import RunOptions, TurnRecord
 from pensieve.replay.session import ReplayPlan, run
 from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnRequest

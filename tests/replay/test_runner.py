@@ -11,10 +11,16 @@ import pytest
 
 from pensieve.core import Usage
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
-from pensieve.replay.load.shaping import Shaping
-from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
-from pensieve.replay.measure.report import is_clean, receipt_violations, statistics, summarise
-from pensieve.replay.measure.windows import Window, client_lag, cut_to_window
+from pensieve.replay.load.workload import Conversation, Dataset, Shaping, TurnLengths
+from pensieve.replay.measure import (
+    Window,
+    client_lag,
+    cut_to_window,
+    is_clean,
+    receipt_violations,
+    statistics,
+    summarise,
+)
 from pensieve.replay.play.runner import ReplayWatcher, RunWatcher, replay
 from pensieve.replay.records import Outcome, PlayResult, RunOptions, TurnRecord, merge_results
 from pensieve.replay.session import ReplayPlan, run

@@ -18,9 +18,7 @@ from pensieve.core import Usage
 from pensieve.replay.command import replay as command
 from pensieve.replay.load.schedule import Due, Script
 from pensieve.replay.load.workload import Conversation, TurnLengths
-from pensieve.replay.measure.activity import active_sessions
-from pensieve.replay.measure.report import is_clean, summarise
-from pensieve.replay.measure.windows import Window, client_lag, cut_to_window
+from pensieve.replay.measure import Window, active_sessions, client_lag, cut_to_window, is_clean, summarise
 from pensieve.replay.play.runner import replay
 from pensieve.replay.records import Outcome, RunOptions, TurnRecord
 from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnRequest

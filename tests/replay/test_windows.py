@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pensieve.replay.measure.windows import (
+from pensieve.replay.measure import (
     METRICS,
     Window,
     client_lag,

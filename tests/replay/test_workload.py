@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from pensieve.replay.load.schedule import Arrivals, scripts
-from pensieve.replay.load.shaping import Shaping, shape
-from pensieve.replay.load.workload import Conversation, DatasetError, TurnLengths, load
+from pensieve.replay.load.workload import Conversation, DatasetError, Shaping, TurnLengths, load, shape
 
 SHARE_GPT = [
     {

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pensieve.replay.command import compare
-from pensieve.replay.measure.report import value_at
-from pensieve.replay.presentation.compare import SCHEMA
+from pensieve.replay.measure import value_at
+from pensieve.replay.presentation.curves import SCHEMA
 from pensieve.replay.presentation.plots import PlotsMissing, require
 from support.replay.page_reader import Page
 from support.replay.replay_reports import SYSTEMS, first_version, sweep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.replay.measure.report import value_at
+from pensieve.replay.measure import value_at
 from pensieve.replay.presentation.curves import busiest, by_system, curve_points, entries
 from support.replay.replay_reports import RATES, SYSTEMS, first_version, sweep
 

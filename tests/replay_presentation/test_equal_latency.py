@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.replay.presentation.compare import common_latency, comparisons, load_at_latency, ratio
-from pensieve.replay.presentation.curves import CurvePoint
+from pensieve.replay.presentation.curves import (
+    CurvePoint,
+    common_latency,
+    comparisons,
+    load_at_latency,
+    ratio,
+)
 
 LATENCY = st.floats(1e-3, 10.0)
 LINE = st.lists(st.tuples(st.floats(0.01, 1000.0), LATENCY), min_size=1, max_size=8)

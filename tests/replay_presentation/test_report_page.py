@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pensieve.replay.presentation.columns import (
+from pensieve.replay.presentation.html import page
+from pensieve.replay.presentation.plots import write_plots
+from pensieve.replay.presentation.table import (
     BY_TURN,
     FAILURES,
     FIRST_TOKEN,
@@ -22,10 +24,8 @@ from pensieve.replay.presentation.columns import (
     SESSIONS,
     SPEED,
     TOKENS,
+    print_report,
 )
-from pensieve.replay.presentation.html import page
-from pensieve.replay.presentation.plots import write_plots
-from pensieve.replay.presentation.table import print_report
 from support.replay.page_reader import Page
 from support.replay.replay_reports import RATES, SYSTEMS, first_version, sweep
 from support.sources import ROOT

@@ -13,8 +13,7 @@ from rich.console import Console
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
 from pensieve.replay.load.schedule import Arrivals
-from pensieve.replay.load.shaping import Shaping
-from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
+from pensieve.replay.load.workload import Conversation, Dataset, Shaping, TurnLengths
 from pensieve.replay.presentation.table import print_report
 from pensieve.replay.records import RunOptions
 from pensieve.replay.session import ReplayPlan, run

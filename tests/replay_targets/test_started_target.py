@@ -20,8 +20,7 @@ from click.testing import CliRunner, Result
 
 from pensieve.replay.command import replay
 from pensieve.replay.load.schedule import Arrivals
-from pensieve.replay.load.shaping import Shaping
-from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
+from pensieve.replay.load.workload import Conversation, Dataset, Shaping, TurnLengths
 from pensieve.replay.play.runner import ReplayWatcher
 from pensieve.replay.records import RunOptions
 from pensieve.replay.session import ReplayPlan, run

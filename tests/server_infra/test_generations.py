@@ -19,8 +19,8 @@ from pensieve.engine.messages import (
     Started,
 )
 from pensieve.errors import ContextLimitExceeded, Internal, PensieveError, ResourceExhausted, Unavailable
+from pensieve.server.failures import restarting
 from pensieve.server.links.generations import Generations
-from pensieve.server.unavailable import restarting
 from support.service.listener import Listener
 
 

@@ -17,8 +17,8 @@ from pensieve.engine.cache.chunk import NOWHERE, Chunk
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Report, Stats
 from pensieve.errors import Unavailable
+from pensieve.server.keys import TenantLimits, TenantTable
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.tenants import TenantLimits, TenantTable
 from pensieve.store import TenantUsage
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb

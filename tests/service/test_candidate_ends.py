@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pensieve.client import AsyncClient
 from pensieve.core import FinishReason
-from pensieve.server.unavailable import restarting
+from pensieve.server.failures import restarting
 from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.fake_engine import Script
 from support.service.drawn_turns import BEST, TOKENS, begun, drawing, ended, expected, rest, text_of

@@ -15,8 +15,7 @@ from pensieve.core import CandidateChoice
 from pensieve.engine.messages import Failed
 from pensieve.errors import InvalidArgument, PermissionDenied
 from pensieve.http.common.failures import failure_from_error
-from pensieve.server.grammars.checker import TOO_COSTLY, GrammarChecker
-from pensieve.server.grammars.limits import MAX_DEPTH, is_too_deep
+from pensieve.server.grammars.checker import MAX_DEPTH, TOO_COSTLY, GrammarChecker, is_too_deep
 from pensieve.server.grammars.process import COMPILE_CPU_S
 from pensieve.server.keys import READ, WRITE
 from pensieve.server.links.generations import _failure as failure_of

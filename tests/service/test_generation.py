@@ -12,11 +12,11 @@ import pytest
 
 from pensieve.core import FinishReason, Phase, Sampling, SessionKey
 from pensieve.errors import Unavailable
+from pensieve.server.failures import restarting
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
-from pensieve.server.unavailable import restarting
 from pensieve.server.values import (
     Accepted,
     Delta,

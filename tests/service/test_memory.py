@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pensieve.config import parse_cache_size
 from pensieve.engine.messages import EngineReady
 from pensieve.errors import FailedPrecondition, InvalidArgument
+from pensieve.server.failures import restarting
 from pensieve.server.links.engine_link import LinkState
-from pensieve.server.rpc.admin_service import format_size, wanted_bytes
-from pensieve.server.unavailable import restarting
+from pensieve.server.rpc.service import format_size, wanted_bytes
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.scripted_link import ScriptedLink
 from support.service.service_rig import refusal, serving

@@ -8,9 +8,8 @@ from contextlib import aclosing
 import pytest
 
 from pensieve.errors import Cancelled
-from pensieve.server.pace import MAX_INTERVAL_S, StreamPacer
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.stream import StreamOptions, events
+from pensieve.server.turns.stream import MAX_INTERVAL_S, StreamOptions, StreamPacer, events
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, Delta, OutputOptions, ProgressView, TurnStatus, TurnView
 from support.service.service_rig import says, tokenizer

@@ -10,8 +10,8 @@ import pytest
 
 from pensieve.core import MAX_PREDICTION_CHARS, FinishReason
 from pensieve.errors import ContextLimitExceeded, Internal, PensieveError, ResourceExhausted, Unavailable
+from pensieve.server.failures import restarting
 from pensieve.server.turns import runner
-from pensieve.server.unavailable import restarting
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.scripted_link import ScriptedLink

@@ -9,10 +9,10 @@ import pytest
 
 from pensieve import debug
 from pensieve.core import FinishReason, Role, pack_tokens
+from pensieve.server.failures import restarting
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
-from pensieve.server.unavailable import restarting
 from pensieve.server.values import Accepted, InputEntry, NewTurn, OutputOptions, RawEntry
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb

@@ -16,7 +16,7 @@ import pytest
 from pensieve.errors import Unavailable
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc import service
-from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.interceptor import AccessControl
 from pensieve.server.sessions import exports
 from pensieve.store import HistoryStore, Key, open_store
 from pensieve.store.maintenance import Mode, backup, open_raw

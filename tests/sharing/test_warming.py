@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from pensieve.errors import Unavailable
+from pensieve.server.failures import restarting
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.sessions.warming import SessionWarmer, WarmAnswer
-from pensieve.server.unavailable import restarting
 from pensieve.store import Key
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, refusal, serving, spec, uid

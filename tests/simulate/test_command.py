@@ -16,8 +16,7 @@ from pensieve.replay.command import make_plan, workload_options
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps, apply_run_in, scripts
 from pensieve.replay.load.workload import Conversation, TurnLengths
-from pensieve.replay.presentation.compare import read_report
-from pensieve.replay.presentation.curves import panels
+from pensieve.replay.presentation.curves import panels, read_report
 from pensieve.replay.session import ReplayPlan
 from pensieve.simulate import command
 from pensieve.simulate.command import simulate

@@ -11,8 +11,7 @@ import pytest
 
 from pensieve.config import CacheConfig
 from pensieve.replay.load.generators import generate
-from pensieve.replay.load.shaping import Shaping, shape
-from pensieve.replay.load.workload import Conversation, TurnLengths
+from pensieve.replay.load.workload import Conversation, Shaping, TurnLengths, shape
 from pensieve.simulate.full import FullSimulation
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario.load import Load

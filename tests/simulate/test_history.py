@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from pensieve.client import AsyncClient
 from pensieve.config import CacheConfig
 from pensieve.core import FinishReason, Role, Usage, pack_tokens
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.replay.load.workload import Conversation, TurnLengths, load
 from pensieve.server.operations.recording import TraceHeader, open_recorder
 from pensieve.simulate import history

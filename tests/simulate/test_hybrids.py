@@ -20,13 +20,12 @@ from pensieve.engine.plan import Plan, Span
 from pensieve.engine.worker.sizing import worker_info
 from pensieve.model.folder import load_arch
 from pensieve.replay.load.generators import generate
-from pensieve.replay.load.shaping import Shaping, shape
+from pensieve.replay.load.workload import Shaping, shape
 from pensieve.simulate.calibrate import machine_groups
 from pensieve.simulate.command import simulate
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load
-from pensieve.simulate.scenario.machine import Machine, MachineError, MachineGroup
-from pensieve.simulate.scenario.memory import cache_config
+from pensieve.simulate.scenario.machine import Machine, MachineError, MachineGroup, cache_config
 from pensieve.simulate.scenario.settings import Settings
 from support.engine.checkpoints import tiny_checkpoint
 from support.model import recurrent_models

@@ -17,8 +17,7 @@ from pensieve.simulate.command import simulate
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
-from pensieve.simulate.scenario.routing import Router
-from pensieve.simulate.scenario.settings import Routing, Settings
+from pensieve.simulate.scenario.settings import Router, Routing, Settings
 from pensieve.simulate.scenario.tally import Tally
 from pensieve.simulate.turns.engine import TurnSimulation
 

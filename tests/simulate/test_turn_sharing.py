@@ -11,7 +11,7 @@ from pensieve.core import SessionKey
 from pensieve.engine.cache.chunk import Place, Range, take_front
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.turns.cache import TurnCache
-from pensieve.simulate.turns.places import BOTH, DEVICE, DROPPED, HOST
+from pensieve.simulate.turns.victims import BOTH, DEVICE, DROPPED, HOST
 from support.cache.turn_twins import (
     CONTEXT,
     COST,

@@ -12,7 +12,7 @@ import redis
 
 from pensieve.core import FinishReason
 from pensieve.store import HistoryStore, Key, MarkedTurn, open_store
-from pensieve.store._redis import index
+from pensieve.store._redis import rows
 from pensieve.store._redis.rows import tenant_keys
 from pensieve.store.maintenance import Mode, backup, check, move, open_backup, open_raw, repair, restore
 from pensieve.store.records import CandidateAnswer, Record
@@ -75,7 +75,7 @@ async def test_the_newest_comes_first(bench: Bench) -> None:
 async def test_nothing_is_found_of_a_session_that_is_gone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "GRACE_MS", -1)  # Redis spares what may be of a session in the making
+    monkeypatch.setattr(rows, "GRACE_MS", -1)  # Redis spares what may be of a session in the making
     for name in ("gone", "here", "gone-too"):
         await say(bench.store, key(name), 1, "m", "x")
     await bench.store.delete(key("gone"))

@@ -12,8 +12,7 @@ from pensieve.errors import DataLoss, NotFound, TurnInProgress
 from pensieve.store import Began
 from pensieve.store._codec import encode_record
 from pensieve.store._redis import scripts
-from pensieve.store._redis.index import BATCH, GRACE_MS
-from pensieve.store._redis.rows import index_key, session_keys
+from pensieve.store._redis.rows import BATCH, GRACE_MS, index_key, session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
 from support.store.redis_server import RedisServer

@@ -19,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from prometheus_client import CollectorRegistry  # noqa: E402
 
+from pensieve.config import DoorSettings  # noqa: E402
 from pensieve.core import Usage  # noqa: E402
 from pensieve.engine.messages import Stats  # noqa: E402
 from pensieve.http.app import HttpMetrics  # noqa: E402
@@ -106,7 +107,7 @@ def all_families() -> dict[str, Family]:
     metrics.watch_queue(_Queue())
     metrics.processes.watch_engine(os.getpid)
     metrics.processes.describe(model="", device="", dtype="")
-    Gateway(GatewayCommand("")).watch_in(metrics.registry)
+    Gateway(GatewayCommand(DoorSettings(""))).watch_in(metrics.registry)
     metrics.turn_ended(TurnEnd(Key("t", "s"), "eos", True, 1, 1, Usage(), 0.0, 0.0, 0.0))
     metrics.turn_refused("t", "QUEUE_FULL")
     book = UsageTracker(MemoryStore(), lambda: {"t": (1, 1)}, lambda: ())

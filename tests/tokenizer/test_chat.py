@@ -19,7 +19,14 @@ from transformers import PreTrainedTokenizerFast
 
 from pensieve.core import Role, TokenArray
 from pensieve.errors import InvalidArgument
-from pensieve.tokenizer import ChatTokenizer, HistoryItem, TemplateError, TextMessage, TokenMessage
+from pensieve.tokenizer import (
+    ChatTokenizer,
+    HistoryItem,
+    RenderContext,
+    TemplateError,
+    TextMessage,
+    TokenMessage,
+)
 from pensieve.tokenizer.encoding import SLICE_CHARS
 from pensieve.tokenizer.template import ChatTemplate
 from support import tokenizers_ as tiny
@@ -333,7 +340,9 @@ def test_a_date_is_that_of_the_occasion(tmp_path: Path) -> None:
         (dt.datetime(2024, 2, 29), "29 February 2024"),
         (dt.datetime(2024, 3, 1), "01 March"),
     ):
-        rendered = chat.render([], [TextMessage(U, "hi")], generation_prompt=False, when=when)
+        rendered = chat.render(
+            [], [TextMessage(U, "hi")], generation_prompt=False, context=RenderContext(when=when)
+        )
         assert shown in chat.decode(rendered.item_tokens[0])
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pensieve.core import Role
 from pensieve.speech import FunctionCall
-from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage, TokenMessage
+from pensieve.tokenizer import ChatTokenizer, HistoryItem, RenderContext, TextMessage, TokenMessage, Tools
 from pensieve.tokenizer.marked import MarkedTemplate
 from support.lengths import at_length, some
 from support.real_tokenizers import SHA256, wanted
@@ -78,7 +78,11 @@ class Model:
     ) -> list[list[int]]:
         """What each message becomes."""
         made = self.chat.render(
-            [], messages, generation_prompt=False, tools=tools, followed_by=tuple(follow), when=WHEN
+            [],
+            messages,
+            generation_prompt=False,
+            followed_by=tuple(follow),
+            context=RenderContext(Tools(tools), WHEN),
         )
         return [one.tolist() for one in made.item_tokens]
 
@@ -232,7 +236,9 @@ def test_a_resent_history_and_its_turn_are_one_conversation(model: Model) -> Non
         history, new = messages[:cut], messages[cut:]
         first = model.imported(history, tools, [one.role for one in new]) if history else []
         items = [model.chat.seen(one.role, ids) for one, ids in zip(history, first, strict=True)]
-        turn = model.chat.render(items, new, generation_prompt=True, tools=tools, when=WHEN)
+        turn = model.chat.render(
+            items, new, generation_prompt=True, context=RenderContext(Tools(tools), WHEN)
+        )
         context = [one for ids in first for one in ids]
         context += [*np.concatenate(turn.item_tokens).tolist(), *turn.generation_prompt.tolist()]
         whole = model.whole(messages, tools, prompt=True)
@@ -279,7 +285,9 @@ def test_the_work_of_an_import_is_linear_in_its_messages(
         assert shown <= each * count
     history = [HistoryItem(role, ends_with_eos=role is A) for role in roles]
     shown = 0
-    model.chat.render(history, [TextMessage(U, "hi")], generation_prompt=True, when=WHEN)
+    model.chat.render(
+        history, [TextMessage(U, "hi")], generation_prompt=True, context=RenderContext(when=WHEN)
+    )
     assert shown < 400, "a turn looks at its whole history"
 
 
@@ -292,7 +300,10 @@ def test_a_system_prompt_and_the_first_turn_are_one_conversation(model: Model) -
         asked = [TextMessage(U, "Well, " + a_text(draw, model.control))]
         first = model.imported([system], tools)
         turn = model.chat.render(
-            [model.chat.seen(S, first[0])], asked, generation_prompt=True, tools=tools, when=WHEN
+            [model.chat.seen(S, first[0])],
+            asked,
+            generation_prompt=True,
+            context=RenderContext(Tools(tools), WHEN),
         )
         context = [*first[0], *turn.item_tokens[0].tolist(), *turn.generation_prompt.tolist()]
         whole = model.whole([system, *asked], tools, prompt=True)

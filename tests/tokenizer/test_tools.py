@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from pensieve.core import Role
 from pensieve.errors import InvalidArgument
 from pensieve.speech import CallForm, FunctionCall
-from pensieve.tokenizer import ChatTokenizer, HistoryItem, TemplateError, TextMessage
+from pensieve.tokenizer import ChatTokenizer, HistoryItem, RenderContext, TemplateError, TextMessage, Tools
 from support import tokenizers_ as tiny
 from support.tool_templates import MOVING, STYLES, TOOLS, WEATHER, write_model
 
@@ -69,7 +69,9 @@ def delta(
     ids: list[int] = []
     for number, turn in enumerate(turns):
         last = number == len(turns) - 1
-        rendered = chat.render(history, turn, generation_prompt=last and prompt, tools=tools)
+        rendered = chat.render(
+            history, turn, generation_prompt=last and prompt, context=RenderContext(Tools(tools))
+        )
         for message, tokens in zip(turn, rendered.item_tokens, strict=True):
             ids += tokens.tolist()
             history.append(chat.seen(message.role, tokens))

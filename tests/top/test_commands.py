@@ -20,7 +20,7 @@ from rich.cells import cell_len
 
 from pensieve.cli import main as cli
 from pensieve.cli.admin import default_admin
-from pensieve.cli.server_errors import describe_error
+from pensieve.cli.output import describe_error
 from pensieve.cli.sessions import session_rows
 from pensieve.cli.top.command import top
 from pensieve.client import Client, Residency, SessionInfo, SessionState

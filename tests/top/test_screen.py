@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pensieve.cli.top.feed import AdminFeed, FeedError, decode
+from pensieve.cli.top.command import AdminFeed, FeedError, decode
 from pensieve.cli.top.screen import ORDERS, TopFrame, View, draw_strip, render
 from pensieve.feed import StateDocument
 from support.page.feeds import row, state

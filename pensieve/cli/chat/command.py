@@ -14,28 +14,26 @@ import shlex
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import click
 from click.core import ParameterSource
 
-from pensieve.cli import completion
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.commands import COMMAND, Commands
 from pensieve.cli.chat.dialogue import Dialogue, warm
-from pensieve.cli.chat.prompt import Prompt, is_text
-from pensieve.cli.chat.screen import Screen
-from pensieve.cli.chat.turn_display import LeaveChat
-from pensieve.cli.chat.unsent import UnsentFolder
-from pensieve.cli.output import clean
-from pensieve.cli.server_errors import BadModel, describe_error, describe_unreachable, usage_error
+from pensieve.cli.chat.prompt import Prompt, UnsentFolder, is_text
+from pensieve.cli.chat.screen import LeaveChat, Screen
+from pensieve.cli.output import BadModel, clean, describe_error, describe_unreachable, usage_error
 from pensieve.client import Client, RetryPolicy, SamplingOptions, Session
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.model.arch import ModelError
 from pensieve.model.resolve import resolve_model
 from pensieve.model.smollm2 import SMOLLM2
-from pensieve.options.commands import models, print_error
+from pensieve.options.commands import complete_session_ids, models, print_error
 from pensieve.options.serve import state_directory
 from pensieve.own_server import OwnServer, explain_failure
 from pensieve.spawn import NOT_STARTED, SpawnError
@@ -188,6 +186,68 @@ INTERACTIVE_RETRY = RetryPolicy(max_wait_s=math.inf)
 """A user sees the wait, and can end it with Ctrl-C."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenServer:
+    """The server of a chat: the one at ``target``, or one of its own."""
+
+    target: str | None
+    model: str | None
+    store: str | None
+    api_key: str | None
+    tls: bool
+
+    def check(self) -> None:
+        """Raise UsageError for options that do not go together."""
+        if self.target is not None and (self.model is not None or self.store is not None):
+            raise click.UsageError(
+                "--model and --store apply to a server started by the chat, not to --target"
+            )
+        if self.target is None and ((self.api_key is not None and not _key_from_variable()) or self.tls):
+            raise click.UsageError("--api-key and --tls require --target")
+
+    def client(self, target: str, retry: RetryPolicy | None, **options: Any) -> Client:
+        """Return a client of the server, which is at ``target`` now."""
+        key = None if self.target is None else self.api_key
+        return Client(target, api_key=key, tls=self.tls, retry=retry, **options)
+
+    def resume_command(self) -> list[str]:
+        """Return the command that finds the same server or history; empty if the history ends with the chat."""
+        if self.target is None and (self.store or "").startswith("memory:"):
+            return []
+        words = ["pensieve", "chat"]
+        for flag, value in (("--target", self.target), ("--model", self.model), ("--store", self.store)):
+            words += [flag, value] if value is not None else []
+        words += ["--api-key", "KEY"] if self.api_key is not None and not _key_from_variable() else []
+        return words + (["--tls"] if self.tls else [])
+
+    def start(self) -> OwnServer:
+        """Return the server that the chat starts."""
+        # Download the model with a progress bar: the output of the server is not shown.
+        if self.model == SMOLLM2:
+            try:
+                resolve_model(self.model)
+            except ModelError as error:
+                raise BadModel(str(error)) from error
+        arguments: list[str] = []
+        for flag, value in (("--model", self.model), ("--store", self.store)):
+            if value is not None:
+                arguments += [flag, value]
+        return OwnServer(*arguments)
+
+    def check_address(self, target: str, *, interactive: bool) -> None:
+        """Raise ClickException if no server answers. Unlike a lost server, a wrong address is not waited for."""
+        policy = RetryPolicy(max_wait_s=CONNECT_TIMEOUT_S)
+        try:
+            with self.client(target, policy, timeout=CONNECT_TIMEOUT_S) as client:
+                Screen(interactive=interactive).call_with_status(client.server_info)
+        except PensieveError as error:
+            if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                raise click.ClickException(describe_unreachable(error, target)) from error
+            raise
+        except KeyboardInterrupt:
+            raise click.Abort from None
+
+
 @click.command(name="chat", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--target", metavar="HOST:PORT", help="Address of the server; default: start one for this chat."
@@ -204,7 +264,7 @@ INTERACTIVE_RETRY = RetryPolicy(max_wait_s=math.inf)
     "session_id",
     metavar="ID",
     help="Session to continue: its id, a unique prefix of it, or `last`.",
-    shell_complete=completion.complete_session_ids,
+    shell_complete=complete_session_ids,
 )
 @click.option(
     "--new", is_flag=True, help="Start a new session without asking; with --session: under that id."
@@ -213,58 +273,42 @@ INTERACTIVE_RETRY = RetryPolicy(max_wait_s=math.inf)
 @click.option(
     "--temperature", type=click.FloatRange(min=0), metavar="T", help="Sampling temperature; 0: greedy."
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer, in tokens.")
+@click.option(
+    "--max-tokens",
+    "max_output_tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Longest answer, in tokens.",
+)
 @click.option("--plain", is_flag=True, help="Print answers as plain text, without Markdown layout.")
 @click.option("--no-history", is_flag=True, help="Do not store typed lines in files.")
 @click.option("--api-key", metavar="KEY", envvar="PENSIEVE_API_KEY", help="API key for --target.")
 @click.option("--tls", is_flag=True, help="Use TLS to --target, with the system's root certificates.")
 def chat(
-    target: str | None,
-    model: str | None,
-    store: str | None,
-    session_id: str | None,
-    new: bool,
-    system: str | None,
-    temperature: float | None,
-    max_tokens: int | None,
-    plain: bool,
-    no_history: bool,
-    api_key: str | None,
-    tls: bool,
+    session_id: str | None, new: bool, system: str | None, plain: bool, no_history: bool, **given: Any
 ) -> None:
     """Chat in the terminal with a server, or with one started for the chat.
 
     If stdin is not a terminal, each line of it is a turn. /help in the chat lists its commands.
     """
-    if target is not None and (model is not None or store is not None):
-        raise click.UsageError("--model and --store apply to a server started by the chat, not to --target")
-    if _set_by_variable("api_key"):
-        shown_key = None
-        api_key = api_key if target is not None else None
-    else:
-        shown_key = api_key
-    if target is None and (api_key is not None or tls):
-        raise click.UsageError("--api-key and --tls require --target")
-    sampling = Sampling()
-    if temperature is not None:
-        sampling["temperature"] = temperature
-    if max_tokens is not None:
-        sampling["max_output_tokens"] = max_tokens
+    values = {name: given.pop(name) for name in ("temperature", "max_output_tokens")}
+    sampling = cast(Sampling, {name: value for name, value in values.items() if value is not None})
+    server = ChosenServer(**given)
+    server.check()
+    target = server.target
     interactive = sys.stdin.isatty()
     if not interactive:
         sampling.setdefault("max_output_tokens", DEFAULT_PIPE_TOKENS)
-    resume_command = _resume_command(target, model, store, shown_key, tls)
     try:
         with contextlib.ExitStack() as stack:
             if target is None:
-                _download(model)
-                own = stack.enter_context(_own_server(model, store))
+                own = stack.enter_context(server.start())
                 stack.callback(_report_failed_restart, own)
                 target = own.target
             else:
-                _check_address(target, api_key, tls, interactive=interactive)
+                server.check_address(target, interactive=interactive)
             retry = INTERACTIVE_RETRY if interactive else None
-            client = stack.enter_context(Client(target, api_key=api_key, tls=tls, retry=retry))
+            client = stack.enter_context(server.client(target, retry))
             screen = Screen(interactive=interactive)
             try:
                 session = _open_session(client, screen, session_id, new, system)
@@ -273,7 +317,7 @@ def chat(
             folder = None if no_history or not interactive else state_directory() / "chat"
             _run_chat(
                 ChatLoop(client, session, sampling, interactive=interactive, plain=plain, folder=folder),
-                resume_command,
+                server.resume_command(),
             )
     except SpawnError as error:
         # An option that the server refuses is one that the chat passed on.
@@ -285,9 +329,9 @@ def chat(
         raise usage_error(error) or click.ClickException(describe_error(error, target)) from error
 
 
-def _set_by_variable(parameter: str) -> bool:
-    """Whether a variable has set it. It may be meant for other commands, so it is no error here."""
-    return click.get_current_context().get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
+def _key_from_variable() -> bool:
+    """Whether a variable has set the key. It may be meant for other commands, so it is no error here."""
+    return click.get_current_context().get_parameter_source("api_key") is ParameterSource.ENVIRONMENT
 
 
 def _run_chat(loop: ChatLoop, resume_command: list[str]) -> None:
@@ -305,49 +349,6 @@ def _run_chat(loop: ChatLoop, resume_command: list[str]) -> None:
 def _report_failed_restart(own: OwnServer) -> None:
     if own.failure:
         print_error(f"cannot restart the server: {own.failure.removeprefix(NOT_STARTED)}")
-
-
-def _resume_command(
-    target: str | None, model: str | None, store: str | None, api_key: str | None, tls: bool
-) -> list[str]:
-    """Return the command that finds the same server or history; empty if the history ends with the chat."""
-    if target is None and (store or "").startswith("memory:"):
-        return []
-    words = ["pensieve", "chat"]
-    for flag, value in (("--target", target), ("--model", model), ("--store", store)):
-        words += [flag, value] if value is not None else []
-    return words + (["--api-key", "KEY"] if api_key is not None else []) + (["--tls"] if tls else [])
-
-
-def _download(model: str | None) -> None:
-    """Download the model with a progress bar: the output of the server that the chat starts is not shown."""
-    if model == SMOLLM2:
-        try:
-            resolve_model(model)
-        except ModelError as error:
-            raise BadModel(str(error)) from error
-
-
-def _own_server(model: str | None, store: str | None) -> OwnServer:
-    arguments: list[str] = []
-    for flag, value in (("--model", model), ("--store", store)):
-        if value is not None:
-            arguments += [flag, value]
-    return OwnServer(*arguments)
-
-
-def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: bool) -> None:
-    """Raise ClickException if no server answers. Unlike a lost server, a wrong address is not waited for."""
-    policy = RetryPolicy(max_wait_s=CONNECT_TIMEOUT_S)
-    try:
-        with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=CONNECT_TIMEOUT_S) as client:
-            Screen(interactive=interactive).call_with_status(client.server_info)
-    except PensieveError as error:
-        if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-            raise click.ClickException(describe_unreachable(error, target)) from error
-        raise
-    except KeyboardInterrupt:
-        raise click.Abort from None
 
 
 def _open_session(

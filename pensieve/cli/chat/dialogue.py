@@ -6,9 +6,8 @@ import json
 import uuid
 from typing import Any
 
-from pensieve.cli.chat.screen import Screen
-from pensieve.cli.chat.turn_display import TurnDisplay
-from pensieve.cli.chat.unsent import Unsent, UnsentFolder
+from pensieve.cli.chat.prompt import Unsent, UnsentFolder
+from pensieve.cli.chat.screen import Screen, TurnDisplay
 from pensieve.client import Client, FinishReason, SamplingOptions, Session, Turn, TurnState, TurnStream
 from pensieve.errors import NotFound, PensieveError
 from pensieve.machine import user_path

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import SessionKey, TokenArray
-from pensieve.engine.cache.rates.hints import NO_HINT, Hint
+from pensieve.engine.cache.rates import NO_HINT, Hint
 
 NOWHERE = -1
 """Stands for a page number where the chunk has no page in that tier."""

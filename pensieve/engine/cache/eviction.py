@@ -19,12 +19,11 @@ import numpy as np
 
 from pensieve.core import Hints
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, SharedRun, Slice
-from pensieve.engine.cache.claims import Bools
-from pensieve.engine.cache.index import Reclaim, ValueTable
+from pensieve.engine.cache.index import Bools, Reclaim, ValueTable
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.rates.hints import NO_HINT, hint_from
+from pensieve.engine.cache.rates import NO_HINT, hint_from
 from pensieve.engine.cache.tenants import UNLIMITED, Allowance
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 
 Holder = CachedSession | SharedRun
 

@@ -42,7 +42,7 @@ from pensieve.engine.cache.restore import SpanPart, restore_of
 from pensieve.engine.cache.sharing import PrefixPath, SharedChunks
 from pensieve.engine.cache.tails import Tails
 from pensieve.engine.cache.tiers import Occupancy, Pages, PlannedCopies, Tiers
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.plan import Chain, PageTable
 
 

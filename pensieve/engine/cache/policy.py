@@ -9,7 +9,7 @@
 
 T is the time since the session was last active. For a shared chunk, 1 / T or G(T) is the sum over its owners,
 since each of them may return for it. Policies that use recency alone take the maximum. ``gittins`` and
-``retention`` use clients' hints: see ``engine.cache.rates.hints``.
+``retention`` use clients' hints: see ``engine.cache.rates``.
 
 A policy evaluates many sessions at once, so that one eviction round stays cheap with 100,000 of them. Except
 with ``trailing-half`` and ``whole-session``, only a session's first candidate can be the minimum.
@@ -24,7 +24,7 @@ import numpy as np
 
 from pensieve.config import PolicyName
 from pensieve.core import Floats, Ints
-from pensieve.engine.cache.rates.returns import (
+from pensieve.engine.cache.rates import (
     CELLS,
     COLUMNS,
     OLDEST,
@@ -75,7 +75,7 @@ class Policy(Protocol):
 
     @property
     def uses_hints(self) -> bool:
-        """Whether values are Cost × rate of return, as ``rates.hints`` needs; else hints are ignored."""
+        """Whether values are Cost × rate of return, as ``rates.apply_hints`` needs; else hints are ignored."""
         return False
 
     def values_and_claims(
@@ -140,7 +140,7 @@ class Retention(_Rated):
 class Gittins(_Rated):
     """Keeps chunks that are likely to be needed soon, weighed by their cost of recomputation.
 
-    V = Cost(l) / T × a factor by kind of session and by T: see ``engine.cache.rates.returns``. All factors
+    V = Cost(l) / T × a factor by kind of session and by T: see ``engine.cache.rates``. All factors
     are 1 until something was learned, which makes this ``retention``. Each server starts with nothing
     learned. Computing the factors takes 2 ms. It happens after every 64 idle periods at first, later when
     their number has grown by an eighth, and at least every 1024.

@@ -28,12 +28,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from pensieve.core import Floats, Ints
 from pensieve.engine.cache.chunk import NOWHERE, Chunk, Range, Restore
 
 GroupKind = Literal["full", "window", "state", "empty"]
@@ -62,13 +58,6 @@ class Sources(NamedTuple):
     gpu_cached: int
     swapped_in: int
     recomputed: int
-
-
-class Victim(NamedTuple):
-    value: float
-    """Cost of recomputing it, per bytes of a full slice."""
-    whole: bool
-    """The victim is all that the holder has left, else its first full chunk."""
 
 
 # -- the missing set -------------------------------------------------------------------------------------------------
@@ -355,68 +344,3 @@ def add_range(ranges: list[Range], start: int, end: int) -> None:
         ranges[-1] = (ranges[-1][0], max(ranges[-1][1], end))
     else:
         ranges.append((start, end))
-
-
-# -- the next victim -------------------------------------------------------------------------------------------------
-
-_BLOCK: Final = 16384
-"""Rows per block: a block stays in a core's cache from one operation to the next."""
-
-
-def cost_sums(costs: Floats) -> Floats:
-    """Return the sums of the costs of the first 0, 1, … chunks for ``next_victim``, float64 [chunks + 1].
-
-    ``costs``: of each chunk and, as the last element, infinity, float64 [chunks + 1] (``ValueTable.chunk_costs``).
-    """
-    return np.concatenate((np.zeros(1), np.cumsum(costs[:-1])))
-
-
-def next_victim(
-    costs: Sequence[float],
-    sums: Sequence[float],
-    full_bytes: float,
-    tail_bytes: float,
-    first: int,
-    count: int,
-) -> Victim:
-    """Return the next victim of a holder: its first full chunk or all that it has left, whichever costs less per byte.
-
-    ``costs``, ``sums``: see ``cost_sums``. ``full_bytes``: of a full slice, 0 in a model without full layers.
-    ``tail_bytes``: of the holder's tail, its needed slices other than full ones. ``first``, ``count``: its full chunks,
-    consecutive; -1 and 0 if none is left. Without its tail a holder's full slices are worth little, because all
-    positions before the tail would be computed again. So the tail goes only together with them.
-
-    The value is a cost per ``full_bytes`` (per byte if they are 0), so that without a tail it is exactly the chunk's
-    cost. It is infinite for a holder that has nothing. A tail without full chunks is worth 0: everything before it is
-    gone and must be computed in any case.
-    """
-    if not tail_bytes:
-        return Victim(costs[first], False)
-    chunk, bytes_left = (
-        (costs[first], count + tail_bytes / full_bytes) if full_bytes else (np.inf, tail_bytes)
-    )
-    whole = (sums[first + count] - sums[first]) / bytes_left
-    return Victim(whole, True) if whole < chunk else Victim(chunk, False)
-
-
-def next_victims(
-    costs: Floats, sums: Floats, full_bytes: float, tail_bytes: Floats, first: Ints, count: Ints
-) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """``next_victim`` for columns of holders, bit-identical: the values, float64 [holders], and which are whole."""
-    values = costs.take(first)
-    has_tail = tail_bytes > 0
-    if not has_tail.any():
-        return values, has_tail
-    for start in range(0, first.size, _BLOCK):
-        rows = slice(start, start + _BLOCK)
-        chunk, tail, left = values[rows], tail_bytes[rows], count[rows]
-        if not full_bytes:
-            np.putmask(chunk, has_tail[rows], np.inf)
-        bytes_left = left + tail / full_bytes if full_bytes else tail
-        whole = sums.take(first[rows] + left)
-        whole -= sums.take(first[rows])
-        with np.errstate(divide="ignore", invalid="ignore"):  # of holders without bytes, not used
-            whole /= bytes_left
-        has_tail[rows] &= whole < chunk
-        np.copyto(chunk, whole, where=has_tail[rows])
-    return values, has_tail

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from pensieve.engine.kv.grid import Grid
-from pensieve.engine.kv.hybrid import HybridPools
 from pensieve.engine.kv.mechanisms import (
     Choice,
     RunCopy,
@@ -31,7 +30,7 @@ from pensieve.engine.kv.mechanisms import (
     layer_groups,
     make_copy,
 )
-from pensieve.engine.kv.pools import GroupPages, KvTiers
+from pensieve.engine.kv.pools import GroupPages, HybridPools, KvTiers
 from pensieve.engine.kv.queue import Pairs, SecondGroup, Sizes, SwapQueue
 from pensieve.engine.kv.recomputed import RestoreMismatch
 from pensieve.engine.kv.timeline import Lane, Mark

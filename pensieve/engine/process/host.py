@@ -27,7 +27,7 @@ from pensieve.engine.process.loop import HostedEngine, RequestLogFilter, run_eng
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
-from pensieve.logs import configure_logging
+from pensieve.logs import log_options
 
 log = logging.getLogger("pensieve.engine.process.host")  # also when this module is __main__
 
@@ -144,12 +144,10 @@ def _failed(why: str, status: int = 1) -> int:
 @click.option("--fd", type=int, required=True)
 @click.option("--parent", type=int, required=True)
 @click.option("--builder", default=DEFAULT_BUILDER)
-@click.option("--log-level", default="INFO")
-@click.option("--log-json", is_flag=True)
-def main(fd: int, parent: int, builder: str, log_level: str, log_json: bool) -> None:
+@log_options
+def main(fd: int, parent: int, builder: str) -> None:
     """Engine process of a Pensieve server; started by ``pensieve serve``, not by hand."""
     leave_signals_to_parent()
-    configure_logging(level=log_level, json_lines=log_json)
     sys.exit(serve(fd, parent, builder))
 
 

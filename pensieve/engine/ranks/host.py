@@ -22,7 +22,7 @@ from pensieve.config import EngineOptions
 from pensieve.engine.process.host import FAILURE_PREFIX, REFUSED, settle_collector
 from pensieve.engine.ranks.supervisor import FAILURE_GRACE_S
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
-from pensieve.logs import configure_logging
+from pensieve.logs import log_options
 from pensieve.model.arch import ModelError
 
 log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module is __main__.
@@ -31,9 +31,8 @@ log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module i
 def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOptions) -> None:
     """Follow rank 0 until it stops. Propagates every exception."""
     # Imported here because they need torch.
-    from pensieve.engine.ranks.build import spin_seconds
     from pensieve.engine.ranks.collectives import RankLost, join
-    from pensieve.engine.ranks.follower import follow
+    from pensieve.engine.ranks.leader import follow, spin_seconds
     from pensieve.engine.ranks.ring import RingReader, SharedRing
     from pensieve.engine.worker.torch_worker import build_worker
 
@@ -58,14 +57,10 @@ def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOption
 @click.option("--device", required=True)
 @click.option("--ring", type=int, required=True)
 @click.option("--meeting", type=int, required=True)
-@click.option("--log-level", default="INFO")
-@click.option("--log-json", is_flag=True)
-def main(
-    rank: int, parent: int, device: str, ring: int, meeting: int, log_level: str, log_json: bool
-) -> None:
+@log_options
+def main(rank: int, parent: int, device: str, ring: int, meeting: int) -> None:
     """Process of one rank of an engine; started by the engine, not by hand."""
     leave_signals_to_parent()
-    configure_logging(level=log_level, json_lines=log_json)
     if not die_with_parent(parent):
         sys.exit(0)
     status = 0

@@ -46,9 +46,8 @@ from pensieve.engine.plan import (
 )
 from pensieve.engine.sampling.rows import prepare
 from pensieve.engine.sampling.sampler import SampledTokens, TokenFetch, choose
-from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs, most_samples
-from pensieve.engine.worker.program import SharedState, StepProgram
+from pensieve.engine.worker.program import CudaBatch, SharedState, StepProgram, make_cuda_batch
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import most_copies

@@ -17,8 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from pensieve.engine.worker.cuda_batch import CudaBatch
-from pensieve.engine.worker.program import ALIGNMENT, ProgramSize, SharedState, StepProgram
+from pensieve.engine.worker.program import ALIGNMENT, CudaBatch, ProgramSize, SharedState, StepProgram
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND

@@ -1,13 +1,18 @@
 """Device, dtype, limits, and the sizes of both cache tiers.
 
 A model with two KV groups shares the bytes of a tier between them as the load demands. So the size of such a tier in
-tokens is that of contexts with all that their layers keep: see ``hybrid_sizing``. A device tier may have a range of
-sizes: see ``elastic_sizing``.
+tokens is that of contexts with all that their layers keep: see ``hybrid_sizing``.
+
+A device tier may have a range of sizes (``--device-cache FLOOR..CEILING``). Both sides are sizes as without a range:
+in bytes, or in tokens of contexts. The tier has units with one KV group too, and the floor decides how large they are,
+so that the tier can be cut finely enough where it is smallest. ``num_bytes`` are totals over all ranks, layouts those
+of one rank.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,20 +28,98 @@ from pensieve.config import (
     SchedulerConfig,
     batch_limits,
     device_range,
+    is_tokens,
     parse_cache_size,
 )
+from pensieve.engine.cache.pages import PageSize, unit_pages_for
 from pensieve.engine.kv.grid import TierLayout
-from pensieve.engine.kv.hybrid import HybridPools
-from pensieve.engine.kv.pools import KvPools, KvTiers
+from pensieve.engine.kv.pools import HybridPools, KvFormat, KvPools, KvTiers
+from pensieve.engine.kv.virtual import driver, plain
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
-from pensieve.engine.worker.elastic_sizing import DeviceRange, elastic_tier, refusal
-from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSizes, explicit_bytes, sizes_for
+from pensieve.engine.worker.hybrid_sizing import (
+    NO_TIER,
+    ChunkSizes,
+    ContextSizes,
+    explicit_bytes,
+    sizes_for,
+    unit_bytes,
+)
 from pensieve.kernels.attention.capacity import COPIED_BYTES
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch, StateShape
 from pensieve.model.collective import SINGLE_RANK, Collective
 from pensieve.model.folder import has_fp8_products
-from pensieve.model.groups import KvGroup, context_bytes, kv_groups
+from pensieve.model.groups import ALIGNMENT, KvGroup, context_bytes, context_pages, kv_groups
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRange:
+    """A device tier that grows and shrinks."""
+
+    floor: int
+    """Bytes over all ranks; likewise the ceiling."""
+    ceiling: int
+    layout: TierLayout
+    """One rank's tier at the ceiling."""
+
+
+def refusal(device: str) -> str:
+    """Return why this machine cannot have an elastic tier, in one clause; "": it can. On a GPU: of the current one."""
+    if device != "cuda":
+        return plain.refusal()
+    return driver.refusal(torch.device("cuda", torch.cuda.current_device()))
+
+
+def elastic_tier(
+    size: str,
+    sides: tuple[str, str],
+    groups: Sequence[KvGroup],
+    sizes: ChunkSizes | ContextSizes,
+    *,
+    on_gpu: bool,
+) -> DeviceRange | None:
+    """Return the tier of a range, written as ``size``; None when both sides come to the same size. Raises ValueError
+    when a side is no size, or the floor is above the ceiling or less than a unit of each group."""
+    for group in groups:
+        if group.layers and group.layer_page_bytes % ALIGNMENT:
+            raise ValueError(
+                f"device cache {size}: a page of a {group.kind} layer is {group.layer_page_bytes} bytes; a range needs "
+                f"a multiple of {ALIGNMENT}: give more chunk tokens"
+            )
+    least = explicit_bytes("device", sides[0], sizes, sizes.device_bytes) // sizes.ranks
+    pages = tuple(
+        PageSize(
+            len(group.layers),
+            group.layer_page_bytes,
+            unit_pages_for(len(group.layers), group.layer_page_bytes, least, on_gpu=on_gpu),
+        )
+        for group in groups
+    )
+    one = sum(page.unit_bytes for page in pages)
+    floor, ceiling = (_share(side, groups, pages, sizes) for side in sides)
+    if floor < one:
+        raise ValueError(
+            f"device cache {size}: the floor is less than one chunk, which is {sizes.chunk_tokens} tokens or "
+            f"{one * sizes.ranks} bytes"
+        )
+    if floor > ceiling:
+        raise ValueError(f"device cache {size}: the floor {sides[0]} is above the ceiling {sides[1]}")
+    if floor == ceiling:
+        return None
+    return DeviceRange(floor * sizes.ranks, ceiling * sizes.ranks, TierLayout(ceiling, pages))
+
+
+def _share(
+    size: str, groups: Sequence[KvGroup], pages: tuple[PageSize, ...], sizes: ChunkSizes | ContextSizes
+) -> int:
+    """Return one rank's bytes of a size: for tokens enough whole units; bytes are rounded down."""
+    number = parse_cache_size(size, 1)
+    if is_tokens(size):
+        wanted = context_pages(tuple(groups), sizes.chunk_tokens, number) if number else (0,) * len(groups)
+        return unit_bytes(wanted, pages)
+    share = sizes.whole(number) // sizes.ranks
+    return share if len(pages) > 1 else share - share % pages[0].unit_bytes
+
 
 log = logging.getLogger(__name__)
 
@@ -313,26 +396,23 @@ def tier_sizes(
 
 def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
     """Allocate both tiers as large as ``info`` says. Raises ValueError when memory does not suffice."""
+    form = KvFormat(info.chunk_tokens, DTYPES[info.dtype], info.kv_dtype)
     try:
         if len(info.groups) > 1 or info.device_floor is not None:
             return HybridPools(
                 arch,
                 info.groups,
                 (info.device_tier, info.host_tier),
-                chunk_tokens=info.chunk_tokens,
-                dtype=DTYPES[info.dtype],
+                form=form,
                 device=torch.device(info.device),
                 floor=info.device_floor,
-                kv_dtype=info.kv_dtype,
             )
         return KvPools(
             arch,
             device_chunks=info.device_chunks,
             host_chunks=info.host_chunks,
-            chunk_tokens=info.chunk_tokens,
-            dtype=DTYPES[info.dtype],
+            form=form,
             device=torch.device(info.device),
-            kv_dtype=info.kv_dtype,
         )
     except (RuntimeError, MemoryError) as error:  # torch has no narrower class on a CPU
         # Only a GPU's error adds information: which tier did not fit, and how much memory there was.

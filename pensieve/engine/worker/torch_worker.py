@@ -5,26 +5,28 @@ a worker.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from pensieve.config import EngineOptions
-from pensieve.core import RequestKey, TokenLogprob
+from pensieve.core import Ints, RequestKey, TokenLogprob
 from pensieve.engine.kv.pools import KvTiers, LayerTransfers
 from pensieve.engine.kv.recomputed import ComputedChunks
-from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, StepResult, StepWorker
+from pensieve.engine.plan import PageTable, PendingStep, Plan, Sampled, SampleSpec, StepResult, StepWorker
 from pensieve.engine.sampling.sampler import sample
 from pensieve.engine.worker import invariance
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, resolve_device, worker_info
-from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
+from pensieve.engine.worker.spans import SpanColumns
 from pensieve.kernels import invariant, reference
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.recurrence import Recurrence
 from pensieve.kernels.recurrent import recurrent
+from pensieve.kernels.spans import Spans, make_spans
 from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch
 from pensieve.model.collective import SINGLE_RANK, Collective
@@ -33,6 +35,66 @@ from pensieve.model.ops import INVARIANT_OPS, TORCH_OPS, triton_ops
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights, weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBatch:
+    """T concatenated tokens of S spans over R contexts."""
+
+    tokens: torch.Tensor
+    """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T]"""
+    slots: torch.Tensor
+    """int64 [T]: slot of each token's keys and values in group 0, ``page * N + offset``, or ``NO_SLOT``."""
+    spans: Spans
+    page_tables: torch.Tensor
+    """int32 [R, most pages of a row]; the unused end of a row names the padding page."""
+    sample_rows: torch.Tensor
+    """int64: the tokens after which one is chosen, in the order of ``Plan.specs``."""
+    window_slots: torch.Tensor | None
+    """As ``slots``, in the window group; None: there is none."""
+    window_tables: torch.Tensor | None
+    """As ``page_tables``."""
+    chains: Ints
+    """See ``SpanColumns.chains``."""
+
+
+def make_torch_batch(
+    plan: Plan,
+    *,
+    page_tokens: int,
+    padding_page: int,
+    device: torch.device,
+    sampled: Mapping[RequestKey, int],
+) -> TorchBatch:
+    """Return the batch of a plan with at least one span. ``sampled``: token that the previous plan sampled
+    per request, for pending tokens. Raises ValueError like ``SpanColumns.from_plan``."""
+    columns = SpanColumns.from_plan(plan, page_tokens)
+
+    def padded(tables: tuple[PageTable, ...]) -> torch.Tensor:
+        array = np.full((len(tables), max(map(len, tables))), padding_page, dtype=np.int32)
+        for index, table in enumerate(tables):
+            array[index, : len(table)] = np.maximum(table, 0)
+        return torch.from_numpy(array).to(device)
+
+    windows = columns.window_slots
+    last = [index for index, span in enumerate(plan.spans) if span.sample is not None]
+    chosen = columns.chosen_rows(last, [plan.spans[index].num_chosen for index in last])
+    tokens = columns.tokens.astype(np.int64)
+    for row, span in columns.pending():
+        tokens[row] = sampled[plan.spans[span].request]
+    return TorchBatch(
+        tokens=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(columns.positions).to(device),
+        slots=torch.from_numpy(columns.slots).to(device),
+        spans=make_spans(columns.length, columns.start, columns.table),
+        page_tables=padded(plan.page_tables),
+        sample_rows=torch.from_numpy(chosen).to(device),
+        window_slots=None if windows is None else torch.from_numpy(windows).to(device),
+        window_tables=padded(plan.window_tables) if plan.window_tables else None,
+        chains=columns.chains,
+    )
 
 
 class Worker(StepWorker, Protocol):

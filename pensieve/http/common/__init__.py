@@ -1,4 +1,4 @@
 """Shared by all of the door's protocols: admission, bodies, callers, failures, streams, resent histories.
 
-May import: client, core, errors, hosts, rpc_status, speech.
+May import: client, config, core, errors, hosts, rpc_status, speech.
 """

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
 from pensieve.client import AsyncClient, RetryPolicy, ServerInfo
+from pensieve.config import DoorSettings
 from pensieve.errors import PensieveError, Unauthenticated
 from pensieve.http.common.callers import CONNECTIONS, CallerIdentity, closed_error, connection_options
 from pensieve.http.common.failures import HttpFailure
-from pensieve.http.common.settings import DoorSettings
 from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 from starlette.requests import HTTPConnection, Request
 
 from pensieve.client import AsyncClient, RetryPolicy
+from pensieve.config import DoorSettings
 from pensieve.errors import Cancelled
 from pensieve.http.common.failures import HttpFailure
-from pensieve.http.common.settings import DoorSettings
 
 CERTIFICATE_NAMES: Final = "certificate_names"
 """Key in a connection's state: the names in its verified client certificate."""

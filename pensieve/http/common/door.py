@@ -19,13 +19,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import ServerInfo
+from pensieve.config import DoorSettings
 from pensieve.errors import PensieveError
 from pensieve.http.common.admission import Admission
 from pensieve.http.common.bodies import BodyReader
 from pensieve.http.common.callers import Caller, Callers
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.heads import HeadCache
-from pensieve.http.common.settings import DoorSettings
 
 _TIMEOUT_S: Final = 2.0
 """A healthy service answers in a millisecond; a prober waits for seconds at most."""

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pensieve.config import DoorSettings
 from pensieve.errors import PensieveError
 from pensieve.hosts import names_this_machine
 from pensieve.http.common.callers import HOLDER, client_address, identity_from_header, identity_of_request
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, failure_from_error
-from pensieve.http.common.settings import DoorSettings
 
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing; the browser hides their answers from the page."""

@@ -14,12 +14,16 @@ from pensieve.client import Role, TurnOptions
 from pensieve.http.common.answers import MAX_TOP_LOGPROBS
 from pensieve.http.common.contents import Content, Message, parse_function_call, parse_message, text_of
 from pensieve.http.common.failures import invalid_field, unsupported_field
-from pensieve.http.common.formats import VLLM_FIELDS, Nested, TextFormat, WantedForm, add_form
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
+    VLLM_FIELDS,
     CacheOptions,
+    Nested,
     Positive,
     SamplingFields,
+    TextFormat,
+    WantedForm,
+    add_form,
     check_count,
 )
 from pensieve.http.tools import OfferedTool, call_options, check_tools

@@ -8,11 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.model.arch import Arch, Layer, ModelError, Multipliers, RecurrentMixer, StateShape
-from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
-from pensieve.model.families.common import activation_of, common_fields, positive, read_rope
-from pensieve.model.families.experts import expert_layers, experts_of
+from pensieve.model.families.common import (
+    activation_of,
+    common_fields,
+    expert_layers,
+    experts_of,
+    positive,
+    read_rope,
+)
 from pensieve.model.families.parsing import (
     Config,
+    declared_eos_ids,
+    default_eos_ids,
     dtype_of,
     generation_defaults,
     is_number,

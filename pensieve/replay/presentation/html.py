@@ -9,9 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pensieve.replay.measure.activity import RULE, largest_within_limit
-from pensieve.replay.measure.report import value_at
-from pensieve.replay.presentation.columns import (
+from pensieve.replay.measure import RULE, largest_within_limit, value_at
+from pensieve.replay.presentation.curves import RULE as RATIO_RULE
+from pensieve.replay.presentation.curves import (
+    CurveEntry,
+    Panel,
+    Report,
+    comparisons,
+    curve_points,
+    panels,
+    report_numbers,
+    unsteady,
+)
+from pensieve.replay.presentation.plots import BARS_CAPTION, CAPTION, has_bars, inline_svgs
+from pensieve.replay.presentation.table import (
     BY_TURN,
     FAILURES,
     FIRST_TOKEN,
@@ -25,18 +36,6 @@ from pensieve.replay.presentation.columns import (
     limit_text,
     ratio_texts,
 )
-from pensieve.replay.presentation.compare import RULE as RATIO_RULE
-from pensieve.replay.presentation.compare import comparisons
-from pensieve.replay.presentation.curves import (
-    CurveEntry,
-    Panel,
-    Report,
-    curve_points,
-    panels,
-    report_numbers,
-    unsteady,
-)
-from pensieve.replay.presentation.plots import BARS_CAPTION, CAPTION, has_bars, inline_svgs
 
 _CAPTIONS = {
     "latency": ("Latency against throughput", CAPTION),

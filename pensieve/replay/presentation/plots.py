@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pensieve.replay.measure.activity import TTFT_LIMIT_S
-from pensieve.replay.measure.report import SOURCES, value_at
-from pensieve.replay.presentation.columns import SOURCE_NAMES
-from pensieve.replay.presentation.compare import comparisons
-from pensieve.replay.presentation.curves import CurveEntry, CurvePoint, Panel, Report, busiest, panels
+from pensieve.replay.measure import SOURCES, TTFT_LIMIT_S, value_at
+from pensieve.replay.presentation.curves import (
+    CurveEntry,
+    CurvePoint,
+    Panel,
+    Report,
+    busiest,
+    comparisons,
+    panels,
+)
+from pensieve.replay.presentation.table import SOURCE_NAMES
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

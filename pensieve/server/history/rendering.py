@@ -18,7 +18,15 @@ from pensieve.server.history.lanes import MESSAGE_WORK, TextLanes
 from pensieve.server.values import InputEntry, RawEntry, ToolEntry
 from pensieve.speech import render_answer
 from pensieve.store.records import History, Item, Overflow, SessionConfig
-from pensieve.tokenizer import ChatTokenizer, HistoryItem, RawMessage, TextMessage, TokenMessage
+from pensieve.tokenizer import (
+    ChatTokenizer,
+    HistoryItem,
+    RawMessage,
+    RenderContext,
+    TextMessage,
+    TokenMessage,
+    Tools,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,7 @@ class Renderer:
     ) -> tuple[tuple[Item, ...], TokenArray]:
         before = history.visible()
         begun_ms = history.config.begun_ms
+        when = dt.datetime.fromtimestamp(begun_ms / 1000) if begun_ms else dt.datetime.now()
         rendered = self._tokenizer.render(
             [
                 self._history_item(before[index])
@@ -170,10 +179,8 @@ class Renderer:
             ],
             [_message(entry) for entry in entries],
             generation_prompt=generation_prompt,
-            tools=history.config.tools,
             followed_by=follow,
-            when=dt.datetime.fromtimestamp(begun_ms / 1000) if begun_ms else None,
-            check=check,
+            context=RenderContext(Tools(history.config.tools), when, check),
         )
         items = tuple(
             Item(

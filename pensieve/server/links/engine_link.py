@@ -102,7 +102,7 @@ class EngineLink(Protocol):
 
     @property
     def stalled(self) -> bool:
-        """No step has ended for longer than a step of its size can take, while work is waiting (see ``watchdog``)."""
+        """No step has ended for longer than a step of its size can take, while work is waiting (see ``Watchdog``)."""
         ...
 
     async def start(self) -> None:

@@ -23,11 +23,11 @@ from pensieve.errors import ContextLimitExceeded, Internal, InvalidArgument, Pen
 from pensieve.frames import HEADER, MAX_FRAME, FrameError, decode, decoder_for, encode_frame, frame_length
 from pensieve.lifeline import LOOK_S, STOPPED_LOOKS
 from pensieve.server.child import ChildProcess, RestartBackoff
+from pensieve.server.failures import restarting
 from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.generations import GenerationObserver
 from pensieve.server.tasks import cancel_and_wait, wait_task
-from pensieve.server.unavailable import restarting
 
 _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = decoder_for(Report)
 

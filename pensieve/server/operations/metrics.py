@@ -9,8 +9,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, Literal
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,15 +33,19 @@ Sample = tuple[tuple[str, ...], float]
 
 @dataclass(frozen=True, slots=True)
 class EngineMetric:
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
-    kind: Literal["counter", "gauge"]
     help: str
     read: Callable[[Stats], Iterable[Sample]]
     labels: tuple[str, ...] = ()
 
 
-def _one(read: Callable[[Stats], float]) -> Callable[[Stats], Iterable[Sample]]:
-    return lambda stats: [((), read(stats))]
+def _gauge(name: str, text: str, read: Callable[[Stats], float]) -> EngineMetric:
+    return EngineMetric(GaugeMetricFamily, name, text, lambda stats: [((), read(stats))])
+
+
+def _counter(name: str, text: str, read: Callable[[Stats], float]) -> EngineMetric:
+    return EngineMetric(CounterMetricFamily, name, text, lambda stats: [((), read(stats))])
 
 
 def _rate(amount: float, seconds: float) -> float:
@@ -49,8 +54,8 @@ def _rate(amount: float, seconds: float) -> float:
 
 ENGINE_METRICS: Final = (
     EngineMetric(
+        CounterMetricFamily,
         "pensieve_context_tokens_total",
-        "counter",
         "Tokens of contexts that generations started from, by where their attention state came from.",
         lambda s: [
             (("device",), s.gpu_cached_total),
@@ -61,22 +66,22 @@ ENGINE_METRICS: Final = (
         ("source",),
     ),
     EngineMetric(
+        CounterMetricFamily,
         "pensieve_swap_bytes_total",
-        "counter",
         "Bytes copied between the tiers; in is host to device.",
         lambda s: [(("in",), s.swap_in_bytes_total), (("out",), s.swap_out_bytes_total)],
         ("direction",),
     ),
     EngineMetric(
+        CounterMetricFamily,
         "pensieve_swap_seconds_total",
-        "counter",
         "Seconds during which copies between the tiers ran.",
         lambda s: [(("in",), s.swap_in_seconds_total), (("out",), s.swap_out_seconds_total)],
         ("direction",),
     ),
     EngineMetric(
+        GaugeMetricFamily,
         "pensieve_swap_bytes_per_second",
-        "gauge",
         "Mean bandwidth of copies between the tiers while they ran, since the engine started.",
         lambda s: [
             (("in",), _rate(s.swap_in_bytes_total, s.swap_in_seconds_total)),
@@ -85,8 +90,8 @@ ENGINE_METRICS: Final = (
         ("direction",),
     ),
     EngineMetric(
+        GaugeMetricFamily,
         "pensieve_cache_tokens",
-        "gauge",
         "Token slots of each tier: free, reclaimable (on the device with a clean host copy), used.",
         lambda s: [
             (("device", "free"), s.device_free),
@@ -97,97 +102,61 @@ ENGINE_METRICS: Final = (
         ],
         ("tier", "state"),
     ),
-    EngineMetric(
+    _gauge(
         "pensieve_device_cache_held_bytes",
-        "gauge",
         "Bytes of the device tier that memory backs, over all ranks.",
-        _one(lambda s: s.device_held),
+        lambda s: s.device_held,
     ),
-    EngineMetric(
+    _gauge(
         "pensieve_device_cache_wanted_bytes",
-        "gauge",
         "Size of the device tier that the operator wants.",
-        _one(lambda s: s.device_wanted),
+        lambda s: s.device_wanted,
     ),
-    EngineMetric(
+    _gauge(
         "pensieve_device_cache_floor_bytes",
-        "gauge",
         "Bytes that the device tier holds at least.",
-        _one(lambda s: s.device_floor),
+        lambda s: s.device_floor,
     ),
-    EngineMetric(
+    _gauge(
         "pensieve_device_cache_ceiling_bytes",
-        "gauge",
         "Bytes that the device tier holds at most; equal to the floor for a tier of one size.",
-        _one(lambda s: s.device_ceiling),
+        lambda s: s.device_ceiling,
     ),
+    _gauge("pensieve_cached_sessions", "Sessions with cached state.", lambda s: s.cached_sessions),
+    _gauge("pensieve_running_requests", "Generations in the batch.", lambda s: s.running),
+    _gauge("pensieve_queued_requests", "Generations waiting to join the batch.", lambda s: s.queued),
+    _gauge("pensieve_batch_tokens", "Tokens of the latest step.", lambda s: s.last_batch_tokens),
+    _counter("pensieve_steps_total", "Steps made.", lambda s: s.steps_total),
+    _counter("pensieve_step_seconds_total", "Seconds spent in steps.", lambda s: s.step_seconds_total),
     EngineMetric(
-        "pensieve_cached_sessions", "gauge", "Sessions with cached state.", _one(lambda s: s.cached_sessions)
-    ),
-    EngineMetric(
-        "pensieve_running_requests", "gauge", "Generations in the batch.", _one(lambda s: s.running)
-    ),
-    EngineMetric(
-        "pensieve_queued_requests",
-        "gauge",
-        "Generations waiting to join the batch.",
-        _one(lambda s: s.queued),
-    ),
-    EngineMetric(
-        "pensieve_batch_tokens", "gauge", "Tokens of the latest step.", _one(lambda s: s.last_batch_tokens)
-    ),
-    EngineMetric("pensieve_steps_total", "counter", "Steps made.", _one(lambda s: s.steps_total)),
-    EngineMetric(
-        "pensieve_step_seconds_total",
-        "counter",
-        "Seconds spent in steps.",
-        _one(lambda s: s.step_seconds_total),
-    ),
-    EngineMetric(
+        CounterMetricFamily,
         "pensieve_step_part_seconds_total",
-        "counter",
         "Seconds of steps by part: host work, waiting (`choose`: for late choices) and the device's own time.",
         lambda s: [((part,), seconds) for part, seconds in s.part_seconds_total.items()],
         ("part",),
     ),
-    EngineMetric(
-        "pensieve_last_step_seconds",
-        "gauge",
-        "Seconds of the latest step.",
-        _one(lambda s: s.last_step_seconds),
-    ),
-    EngineMetric(
-        "pensieve_output_tokens_total", "counter", "Tokens generated.", _one(lambda s: s.output_total)
-    ),
-    EngineMetric(
+    _gauge("pensieve_last_step_seconds", "Seconds of the latest step.", lambda s: s.last_step_seconds),
+    _counter("pensieve_output_tokens_total", "Tokens generated.", lambda s: s.output_total),
+    _counter(
         "pensieve_dropped_tokens_total",
-        "counter",
         "Cached tokens dropped for lack of space; they are recomputed if their session returns.",
-        _one(lambda s: s.dropped_total),
+        lambda s: s.dropped_total,
     ),
-    EngineMetric(
+    _counter(
         "pensieve_suspensions_total",
-        "counter",
         "Running generations preempted for lack of space.",
-        _one(lambda s: s.suspensions_total),
+        lambda s: s.suspensions_total,
     ),
-    EngineMetric(
+    _counter(
         "pensieve_drafted_tokens_total",
-        "counter",
         "Drafts: tokens that were guessed and computed ahead.",
-        _one(lambda s: s.drafted_total),
+        lambda s: s.drafted_total,
     ),
-    EngineMetric(
-        "pensieve_accepted_tokens_total",
-        "counter",
-        "Drafts that became output.",
-        _one(lambda s: s.accepted_total),
-    ),
-    EngineMetric(
+    _counter("pensieve_accepted_tokens_total", "Drafts that became output.", lambda s: s.accepted_total),
+    _counter(
         "pensieve_late_masks_total",
-        "counter",
         "Masks of answers with a form that were not there in time; their answers got no token in that step.",
-        _one(lambda s: s.late_masks_total),
+        lambda s: s.late_masks_total,
     ),
 )
 
@@ -199,8 +168,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
         for metric in ENGINE_METRICS:
-            family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = family_type(metric.name, metric.help, labels=metric.labels)
+            family = metric.kind(metric.name, metric.help, labels=metric.labels)
             for labels, value in metric.read(stats):
                 family.add_metric(labels, value)
             yield family
@@ -216,73 +184,65 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("pensieve_engine_up", "Whether an engine serves.", value=up)
 
 
+def _makers(registry: CollectorRegistry) -> tuple[partial[Counter], partial[Histogram]]:
+    return partial(Counter, registry=registry), partial(Histogram, registry=registry)
+
+
 class Metrics:
     def __init__(self, *, by_tenant: bool = False) -> None:
         """``by_tenant``: also export usage per tenant, labelled with its name."""
         self.registry = CollectorRegistry()
+        counter, histogram = _makers(self.registry)
         self._tenants = TenantMetrics(self.registry) if by_tenant else None
         self._turns = TurnMetrics(self.registry)
         self.calls = CallMetrics(self.registry)
         self.processes = ProcessMetrics(self.registry)
-        self._refusals = Counter(
+        self._refusals = counter(
             "pensieve_refusals_total",
             "Turns that were refused before they began, by reason; lower case.",
             ["reason"],
-            registry=self.registry,
         )
-        self._generations = Counter(
+        self._generations = counter(
             "pensieve_generations_total",
             "Generations ended, by finish reason (lower case), cancelled, or the reason of the failure.",
             ["outcome"],
-            registry=self.registry,
         )
-        self._warm_calls = Counter(
+        self._warm_calls = counter(
             "pensieve_warm_calls_total",
             "Calls to warm a session: accepted, the reason of the refusal, or the reason of the error; lower case.",
             ["outcome"],
-            registry=self.registry,
         )
-        self._compactions = Counter(
+        self._compactions = counter(
             "pensieve_compactions_total",
             "Compactions that the sessions' compact_at began: compacted, or the reason of the error; lower case.",
             ["outcome"],
-            registry=self.registry,
         )
-        self._first_token = Histogram(
+        self._first_token = histogram(
             "pensieve_time_to_first_token_seconds",
             "From submission to the engine to the first token; warm: some of the context was cached in either tier.",
             ["start"],
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self._inter_token = Histogram(
-            "pensieve_inter_token_seconds",
-            "Between tokens of one generation.",
-            buckets=_TOKEN_SECONDS,
-            registry=self.registry,
+        self._inter_token = histogram(
+            "pensieve_inter_token_seconds", "Between tokens of one generation.", buckets=_TOKEN_SECONDS
         )
-        self.store_error = Counter(
-            "pensieve_store_errors_total", "Calls the history store could not serve.", registry=self.registry
+        self.store_error = counter(
+            "pensieve_store_errors_total", "Calls the history store could not serve."
         ).inc
-        self._store_regressions = Counter(
+        self._store_regressions = counter(
             "pensieve_store_regressions_total",
             "Times that the history store had lost acknowledged data, by the side that noticed.",
             ["seen_by"],
-            registry=self.registry,
         )
-        self.auth_failure = Counter(
-            "pensieve_auth_failures_total", "Calls refused for their credential.", registry=self.registry
-        ).inc
-        self.auth_held_back = Counter(
+        self.auth_failure = counter("pensieve_auth_failures_total", "Calls refused for their credential.").inc
+        self.auth_held_back = counter(
             "pensieve_auth_held_back_total",
             "Refusals that were delayed after many failed logins from one address.",
-            registry=self.registry,
         ).inc
-        self._recorded = Counter(
+        self._recorded = counter(
             "pensieve_recorded_turns_total",
             "Turns that --record has written, and those lost because the disk took no writes for too long.",
             ["outcome"],
-            registry=self.registry,
         )
         for outcome in ("written", "lost"):
             self._recorded.labels(outcome)
@@ -356,23 +316,21 @@ STAGES: Final = ("queue", "prefill", "decode", "other")
 
 class TurnMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._ended = Counter(
+        counter, histogram = _makers(registry)
+        self._ended = counter(
             "pensieve_turns_total",
             "Turns ended, by finish reason or by the reason of the error that discarded them; lower case.",
             ["outcome"],
-            registry=registry,
         )
-        self._seconds = Histogram(
+        self._seconds = histogram(
             "pensieve_turn_seconds",
             "Committed turns: from the arrival of the request to the durable commit.",
             buckets=_TURN_SECONDS,
-            registry=registry,
         )
-        stage_seconds = Counter(
+        stage_seconds = counter(
             "pensieve_turn_stage_seconds_total",
             "Seconds of committed turns by stage; other: beginning, tokenising and committing.",
             ["stage"],
-            registry=registry,
         )
         self._stage_seconds = {stage: stage_seconds.labels(stage) for stage in STAGES}
 
@@ -396,21 +354,18 @@ class CallMetrics:
     """Metrics of gRPC calls. ``method`` is the bare name (``StreamTurn``), unique over all services here."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._started = Counter(
-            "pensieve_rpc_started_total", "gRPC calls received.", ["method"], registry=registry
-        )
-        self._handled = Counter(
+        counter, histogram = _makers(registry)
+        self._started = counter("pensieve_rpc_started_total", "gRPC calls received.", ["method"])
+        self._handled = counter(
             "pensieve_rpc_handled_total",
             "gRPC calls that have ended, by status code as gRPC writes it.",
             ["method", "code"],
-            registry=registry,
         )
-        self._seconds = Histogram(
+        self._seconds = histogram(
             "pensieve_rpc_seconds",
             "From a call's headers to its end; of a stream that is the time of the whole answer.",
             ["method"],
             buckets=_CALL_SECONDS,
-            registry=registry,
         )
 
     def call_started(self, method: str) -> None:
@@ -432,11 +387,10 @@ class ProcessMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         ProcessCollector(registry=registry)
-        self._lag = Histogram(
+        self._lag = _makers(registry)[1](
             "pensieve_event_loop_lag_seconds",
             "How late the front end's event loop wakes up; sampled several times a second.",
             buckets=_LAG_SECONDS,
-            registry=registry,
         )
 
     def observe_lag(self, seconds: float) -> None:
@@ -499,23 +453,21 @@ class TenantMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._turns = Counter(
+        counter, _ = _makers(registry)
+        self._turns = counter(
             "pensieve_tenant_turns_total",
             "Turns ended, by tenant and outcome as in pensieve_turns_total.",
             ["tenant", "outcome"],
-            registry=registry,
         )
-        self._refusals = Counter(
+        self._refusals = counter(
             "pensieve_tenant_refusals_total",
             "Turns refused before they began, by tenant and reason; lower case.",
             ["tenant", "reason"],
-            registry=registry,
         )
-        self._tokens = Counter(
+        self._tokens = counter(
             "pensieve_tenant_tokens_total",
             "Tokens of ended turns, by tenant: computed, found in the cache, generated.",
             ["tenant", "kind"],
-            registry=registry,
         )
 
     def watch(self, tracker: UsageTracker) -> None:

@@ -20,8 +20,7 @@ from pensieve.errors import NotFound, PensieveError, PermissionDenied, Unauthent
 from pensieve.feed import MAX_LISTED, SessionLine
 from pensieve.hosts import names_this_machine
 from pensieve.server.ids import SESSION_ID, session_key
-from pensieve.server.page.recent import BUCKET_S
-from pensieve.server.page.state import DEFAULT_LIMIT, StateView
+from pensieve.server.page.state import BUCKET_S, DEFAULT_LIMIT, StateView
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import Record, RecordKind, SessionRow
 

@@ -35,9 +35,9 @@ from pensieve.server.keys import (
     WRITE,
     ApiKey,
     Credential,
+    TenantTable,
     load_keys,
 )
-from pensieve.server.tenants import TenantTable
 
 log = logging.getLogger(__name__)
 

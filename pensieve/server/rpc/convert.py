@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from pensieve.core import (
@@ -29,7 +31,7 @@ from pensieve.server.operations.usage import TenantUse
 from pensieve.server.rpc.validation import UPDATABLE, seconds
 from pensieve.server.sessions.compaction import CompactionAnswer, CompactionRequest
 from pensieve.server.sessions.exports import ImportedSession
-from pensieve.server.sessions.records import NewSession, SessionChange
+from pensieve.server.sessions.records import NewFork, NewSession, SessionChange
 from pensieve.server.sessions.subjects import SessionReceipt, SubjectReceipt
 from pensieve.server.sessions.warming import WarmAnswer
 from pensieve.server.settings import TurnSettings
@@ -63,6 +65,7 @@ from pensieve.store.records import (
 from pensieve.v1 import pensieve_pb2 as pb
 
 PAD_BYTES = 128
+Sent = TypeVar("Sent", bound=Message)
 
 _STATES = {
     State.ACTIVE: pb.Session.STATE_ACTIVE,
@@ -134,6 +137,17 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
     )
 
 
+def new_fork(request: pb.ForkSessionRequest) -> NewFork:
+    return NewFork(
+        item=optional(request, "item"),
+        request_id=request.request_id,
+        session_id=request.session_id,
+        expected_revision=optional(request, "expected_revision"),
+        candidate=optional(request, "candidate"),
+        ttl_s=optional_seconds(request, "ttl"),
+    )
+
+
 def imported_session(imported: ImportedSession, session_id: str) -> pb.CreateSessionRequest:
     """The request that would create the session without its items, to validate what a client may have made up."""
     history = imported.history
@@ -178,7 +192,7 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
             max_chunk_delay_s=seconds(out.max_chunk_delay) or 0.0,
             pad_chunks=out.pad_chunks,
         ),
-        max_duration_s=seconds(turn.max_duration) if turn.HasField("max_duration") else None,
+        max_duration_s=optional_seconds(turn, "max_duration"),
         priority=turn.priority,
         hints=hints(turn.hints),
         known_revision=optional(turn, "known_revision"),
@@ -213,7 +227,7 @@ def call_bounds(message: pb.CallBounds) -> CallBounds:
 
 def hints(message: pb.TurnHints) -> TurnHints:
     return TurnHints(
-        next_turn_s=seconds(message.next_turn_in) if message.HasField("next_turn_in") else None,
+        next_turn_s=optional_seconds(message, "next_turn_in"),
         importance=message.importance if message.HasField("importance") else None,
         finished=message.session_finished,
     )
@@ -259,20 +273,29 @@ def _number(value: enum.IntEnum | None) -> Any:
     return 0 if value is None else value.value
 
 
+@cache
+def _shared_names(kind: Any, value: Any) -> tuple[str, ...]:
+    return tuple(kind.DESCRIPTOR.fields_by_name.keys() & value.__annotations__.keys())
+
+
+def _same(kind: Callable[..., Sent], value: Any, **converted: Any) -> Sent:
+    """Make a message from the value's fields of the same name, and from those that were ``converted``."""
+    for name in _shared_names(kind, value.__class__):
+        if name not in converted:
+            converted[name] = getattr(value, name)
+    return kind(**converted)
+
+
 def session(row: SessionRow, context_limit: int) -> pb.Session:
-    message = pb.Session(
+    message = _same(
+        pb.Session,
+        row,
         name=ids.session_name(row.session_id),
         state=_STATES[row.state],
-        revision=row.revision,
-        item_count=row.item_count,
-        context_tokens=row.context_tokens,
         context_limit=context_limit,
         config=session_config(row.config),
-        labels=row.labels,
         create_time=timestamp(row.create_ms),
         update_time=timestamp(row.update_ms),
-        forked_from=row.forked_from,
-        forked_from_item=row.forked_from_item,
     )
     if row.expire_ms:
         message.expire_time.CopyFrom(timestamp(row.expire_ms))
@@ -324,14 +347,7 @@ def compact_session_response(done: CompactionAnswer, session: pb.Session) -> pb.
 
 
 def erased_session(erased: SessionReceipt) -> pb.ErasedSession:
-    return pb.ErasedSession(
-        name=ids.session_name(erased.session_id),
-        **{
-            field.name: getattr(erased, field.name)
-            for field in pb.ErasedSession.DESCRIPTOR.fields
-            if field.name != "name"
-        },
-    )
+    return _same(pb.ErasedSession, erased, name=ids.session_name(erased.session_id))
 
 
 def subject_erased(done: SubjectReceipt, replica: str) -> pb.SubjectErased:
@@ -348,16 +364,12 @@ def subject_erased(done: SubjectReceipt, replica: str) -> pb.SubjectErased:
 
 
 def session_config(config: SessionConfig) -> pb.SessionConfig:
-    message = pb.SessionConfig(
-        model=config.model,
-        system_prompt=config.system_prompt,
+    message = _same(
+        pb.SessionConfig,
+        config,
         overflow_policy=_number(config.overflow),
         prefix_sharing=_number(config.prefix_sharing),
         tools_json=config.tools,
-        subject=config.subject,
-        summary=config.summary,
-        compact_at=config.compact_at,
-        keep_turns=config.keep_turns,
     )
     if config.sampling != SamplingDefaults():
         message.default_sampling.CopyFrom(_sampling(config.sampling))
@@ -378,14 +390,14 @@ def _sampling(values: SamplingDefaults) -> pb.SamplingParams:
 
 
 def item(value: Item, *, tokens: bool) -> pb.Item:
-    message = pb.Item(
+    message = _same(
+        pb.Item,
+        value,
         item=value.number,
         role=_number(value.role),
-        text=value.text,
-        request_id=value.request_id,
+        tokens=None,
         finish_reason=_number(value.finish_reason),
         create_time=timestamp(value.create_ms),
-        call_id=value.call_id,
     )
     if tokens:
         message.tokens.ids.extend(unpack_tokens(value.tokens).tolist())
@@ -393,42 +405,29 @@ def item(value: Item, *, tokens: bool) -> pb.Item:
 
 
 def turn(view: TurnView, *, tokens: bool = False) -> pb.Turn:
-    message = pb.Turn(
+    return _same(
+        pb.Turn,
+        view,
         session=ids.session_name(view.session_id),
-        request_id=view.request_id,
         state=_number(view.state),
-        base_revision=view.base_revision,
-        revision=view.revision,
         input=[item(entry, tokens=tokens) for entry in view.input],
+        output=None if view.output is None else item(view.output, tokens=tokens),
         finish_reason=_number(view.finish_reason),
-        stop_sequence=view.stop_sequence,
-        seed=view.seed,
-        discard_reason=view.discard_reason,
-        numerics=view.numerics,
+        usage=None if view.usage is None else _usage(view.usage),
+        chosen_candidate=view.chosen,
+        candidates=[_candidate(number, one, tokens=tokens) for number, one in enumerate(view.candidates)],
+        hints=None if view.hints is None else _hints(view.hints),
     )
-    if view.output is not None:
-        message.output.CopyFrom(item(view.output, tokens=tokens))
-    if view.usage is not None:
-        message.usage.CopyFrom(_usage(view.usage))
-    message.chosen_candidate = view.chosen
-    message.annotations.update(view.annotations)
-    message.candidates.extend(
-        _candidate(number, one, tokens=tokens) for number, one in enumerate(view.candidates)
-    )
-    if view.hints is not None:
-        message.hints.CopyFrom(_hints(view.hints))
-    return message
 
 
 def _candidate(number: int, answer: CandidateAnswer, *, tokens: bool) -> pb.Candidate:
-    message = pb.Candidate(
+    message = _same(
+        pb.Candidate,
+        answer,
         candidate=number,
-        text=answer.text,
+        tokens=None,
         output_tokens=packed_length(answer.tokens),
         finish_reason=_number(answer.finish_reason),
-        stop_sequence=answer.stop_sequence,
-        seed=answer.seed,
-        mean_logprob=answer.mean_logprob,
     )
     if tokens:
         message.tokens.ids.extend(unpack_tokens(answer.tokens).tolist())
@@ -445,45 +444,24 @@ def _hints(receipt: HintReceipt) -> pb.HintReceipt:
 
 
 def _usage(usage: Usage) -> pb.Usage:
-    return pb.Usage(
-        context_tokens=usage.context_tokens,
-        new_tokens=usage.new_tokens,
-        gpu_cached_tokens=usage.gpu_cached_tokens,
-        swapped_in_tokens=usage.swapped_in_tokens,
-        recomputed_tokens=usage.recomputed_tokens,
-        output_tokens=usage.output_tokens,
+    return _same(
+        pb.Usage,
+        usage,
         queue_time=duration(usage.queue_s),
         restore_time=duration(usage.restore_s),
         prefill_time=duration(usage.prefill_s),
         decode_time=duration(usage.decode_s),
-        drafted_tokens=usage.drafted_tokens,
-        accepted_tokens=usage.accepted_tokens,
     )
 
 
 def stream_event(event: StreamEvent, output: OutputOptions, heartbeat_s: float) -> pb.StreamTurnResponse:
     match event:
         case Accepted():
-            return pb.StreamTurnResponse(
-                accepted=pb.TurnAccepted(
-                    request_id=event.request_id,
-                    base_revision=event.base_revision,
-                    context_tokens=event.context_tokens,
-                    seed=event.seed,
-                    attempt=event.attempt,
-                    replayed=event.replayed,
-                    heartbeat_interval=duration(heartbeat_s),
-                )
-            )
+            accepted = _same(pb.TurnAccepted, event, heartbeat_interval=duration(heartbeat_s))
+            return pb.StreamTurnResponse(accepted=accepted)
         case ProgressView():
-            return pb.StreamTurnResponse(
-                progress=pb.TurnProgress(
-                    phase=_number(event.phase),
-                    queue_position=event.queue_position,
-                    tokens_done=event.tokens_done,
-                    tokens_total=event.tokens_total,
-                )
-            )
+            progress = _same(pb.TurnProgress, event, phase=_number(event.phase))
+            return pb.StreamTurnResponse(progress=progress)
         case Delta():
             return pb.StreamTurnResponse(delta=_delta(event, output))
         case TurnView():
@@ -519,13 +497,11 @@ def _logprob(value: TokenLogprob) -> pb.TokenLogprob:
 
 def tenant_usage(use: TenantUse) -> pb.TenantUsage:
     counts = use.counts
-    message = pb.TenantUsage(
+    message = _same(
+        pb.TenantUsage,
+        counts,
         tenant=use.tenant,
-        turns=counts.turns,
         refused_turns=counts.refused,
-        computed_tokens=counts.computed_tokens,
-        cached_tokens=counts.cached_tokens,
-        output_tokens=counts.output_tokens,
         device_tokens=use.device_tokens,
         host_tokens=use.host_tokens,
     )
@@ -535,29 +511,12 @@ def tenant_usage(use: TenantUse) -> pb.TenantUsage:
 
 
 def server_info(facts: ServerFacts, settings: TurnSettings) -> pb.GetServerInfoResponse:
-    limits = settings.limits
-    return pb.GetServerInfoResponse(
-        version=facts.version,
-        replica=facts.replica,
-        model=facts.model,
-        tokenizer_sha256=facts.tokenizer_sha256,
-        chat_template_sha256=facts.template_sha256,
-        vocab_size=facts.vocab_size,
-        context_limit=facts.context_limit,
-        model_sha256=facts.model_sha256,
-        limits=pb.Limits(
-            max_request_bytes=limits.max_request_bytes,
-            max_input_chars=limits.max_input_chars,
-            max_stop_sequences=limits.max_stop_sequences,
-            max_top_logprobs=limits.max_top_logprobs,
-            max_candidates=limits.max_candidates,
-            max_beam_width=limits.max_beam_width,
-            max_annotations=limits.max_annotations,
-            max_annotation_bytes=limits.max_annotation_bytes,
-            max_ttl=duration(limits.max_ttl_s),
-            # Request ids live as long as their session.
-            request_id_retention=duration(limits.max_ttl_s),
-            disconnect_grace=duration(settings.disconnect_grace_s),
-        ),
-        features=facts.features,
+    limits = _same(
+        pb.Limits,
+        settings.limits,
+        max_ttl=duration(settings.limits.max_ttl_s),
+        # Request ids live as long as their session.
+        request_id_retention=duration(settings.limits.max_ttl_s),
+        disconnect_grace=duration(settings.disconnect_grace_s),
     )
+    return _same(pb.GetServerInfoResponse, facts, chat_template_sha256=facts.template_sha256, limits=limits)

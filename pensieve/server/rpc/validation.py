@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from google.protobuf.message import Message
@@ -18,7 +19,7 @@ from pensieve.config import parse_cache_size
 from pensieve.core import MAX_PREDICTION_CHARS, SAMPLING
 from pensieve.errors import InvalidArgument
 from pensieve.server import ids
-from pensieve.server.grammars import limits as grammar_limits
+from pensieve.server.grammars import checker as grammar_checker
 from pensieve.server.settings import RequestLimits
 from pensieve.server.turns.sampling import BEAM_CONFLICTS, is_neutral
 from pensieve.speech import is_json_object
@@ -27,9 +28,6 @@ from pensieve.v1 import pensieve_pb2 as pb
 MAX_PROBLEMS = 20
 MAX_CALLS = 128
 MAX_SUBJECT_BYTES = 256
-Problems = list[tuple[str, str]]
-"""Pairs of field path and problem."""
-
 LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}", re.ASCII)
 LONGEST_DURATION_S = 315_576_000_000
 """The longest protobuf Duration, 10,000 years."""
@@ -45,6 +43,20 @@ UPDATABLE = {
     "config.keep_turns": "keep_turns",
 }
 """Path that an update mask may name, beside ``labels`` and ``config`` → field of ``SessionConfig``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    limits: RequestLimits
+    vocab: Callable[[], int]
+    """Return the number of token ids. Called only for requests that hold some; may raise Unavailable (STARTING)."""
+
+
+Problem = tuple[str, str]
+"""Path below the checked value, "" for the value itself, and what is wrong."""
+Check = Callable[[Any, Bounds], str | Iterator[Problem]]
+"""Returns the problem of a value, "" if there is none; of a message or a list, those of its parts."""
+FromBounds = Callable[[Bounds], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,126 +78,105 @@ def _may(field: str, *checks: Check) -> Rule:
 
 def validate(message: Message, bounds: Bounds) -> None:
     """Raise InvalidArgument (FIELD_INVALID) with every problem of ``message``."""
-    problems: Problems = []
-    _nested(message, bounds, "", problems)
+    problems = list(islice(_nested(message, bounds), MAX_PROBLEMS))
     for path, problem in problems[:1]:
-        raise InvalidArgument(f"{path}: {problem}", violations=problems[:MAX_PROBLEMS])
+        raise InvalidArgument(f"{path}: {problem}", violations=problems)
 
 
-def _nested(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    if len(problems) >= MAX_PROBLEMS:
-        return
+def _nested(message: Any, bounds: Bounds) -> Iterator[Problem]:
     given = {field.name for field, _ in message.ListFields()}
     for rule in RULES[type(message)]:
         if rule.optional and rule.field not in given:
             continue
-        where = f"{path}.{rule.field}" if path else rule.field
         for check in rule.checks:
-            check(getattr(message, rule.field), bounds, where, problems)
+            yield from _at(rule.field, check(getattr(message, rule.field), bounds))
     for cross in CROSS.get(type(message), ()):
-        cross(message, bounds, path, problems)
+        yield from cross(message, bounds)
 
 
-def _required(message: Any, field: str, path: str, problems: Problems) -> bool:
-    if message.HasField(field):
-        return True
-    problems.append((f"{path}.{field}" if path else field, "is required"))
-    return False
-
-
-def _has_turn(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    """Check the turn. An attach needs only its request id, but the other fields must be valid too."""
-    if not _required(message, "turn", path, problems):
+def _at(place: str, found: str | Iterator[Problem]) -> Iterator[Problem]:
+    """The problems that a check found at a place, with paths that begin there."""
+    if isinstance(found, str):
+        if found:
+            yield place, found
         return
-    _nested(message.turn, bounds, "turn", problems)
-    if not getattr(message, "attach_only", False):
-        _turn_has_input(message.turn, bounds, "turn", problems)
+    for path, problem in found:
+        yield f"{place}{'' if path == '' or path.startswith('[') else '.'}{path}", problem
 
 
-def _entry_has_content(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+def _has_turn(message: Any, bounds: Bounds) -> Iterator[Problem]:
+    """Check the turn. An attach needs only its request id, but the other fields must be valid too."""
+    if not message.HasField("turn"):
+        yield "turn", "is required"
+        return
+    yield from _at("turn", _nested(message.turn, bounds))
+    is_attach = getattr(message, "attach_only", False)
+    if not (is_attach or message.turn.input or message.turn.HasField("replace_after_item")):
+        yield "turn.input", "is empty, and replace_after_item is not set"
+
+
+def _entry_has_content(message: Any, _bounds: Bounds) -> Iterator[Problem]:
     if message.WhichOneof("content") is None:
-        problems.append((path, "needs text or tokens"))
+        yield "", "needs text or tokens"
 
 
-def _tool_fields_fit_role(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+def _tool_fields_fit_role(message: Any, _bounds: Bounds) -> Iterator[Problem]:
     is_text = message.WhichOneof("content") == "text"
     if message.function_calls and not (is_text and message.role == pb.ROLE_ASSISTANT):
-        problems.append((f"{path}.function_calls", "are allowed only with text of the role assistant"))
+        yield "function_calls", "are allowed only with text of the role assistant"
     if message.call_id and not (is_text and message.role == pb.ROLE_TOOL):
-        problems.append((f"{path}.call_id", "is allowed only with text of the role tool"))
+        yield "call_id", "is allowed only with text of the role tool"
 
 
-def _turn_has_input(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not message.input and not message.HasField("replace_after_item"):
-        problems.append((f"{path}.input", "is empty, and replace_after_item is not set"))
-
-
-def _min_below_max(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+def _min_below_max(message: Any, _bounds: Bounds) -> Iterator[Problem]:
     both = message.HasField("min_output_tokens") and message.HasField("max_output_tokens")
     if both and message.min_output_tokens > message.max_output_tokens:
-        problems.append((f"{path}.min_output_tokens", "is larger than max_output_tokens"))
+        yield "min_output_tokens", "is larger than max_output_tokens"
 
 
-def _beams_alone(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+def _beams_alone(message: Any, _bounds: Bounds) -> Iterator[Problem]:
     """Check the message's own fields. Inherited values are checked when the turn's sampling is resolved."""
-    if message.beam_width <= 1:
-        return
-    given = {field.name for field, _ in message.ListFields()}
-    for name in BEAM_CONFLICTS:
-        if name in given and not is_neutral(name, getattr(message, name)):
-            problems.append((f"{path}.{name}", "does not go with beam_width above 1"))
+    if message.beam_width > 1:
+        given = {field.name for field, _ in message.ListFields()}
+        for name in BEAM_CONFLICTS:
+            if name in given and not is_neutral(name, getattr(message, name)):
+                yield name, "does not go with beam_width above 1"
 
 
-def _beams_alone_in_turn(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if message.sampling.beam_width <= 1:
-        return
-    if message.output.HasField("top_logprobs"):
-        problems.append((f"{path}.output.top_logprobs", "does not go with beam_width above 1"))
-    if message.calls != pb.CallBounds():
-        problems.append((f"{path}.calls", "does not go with beam_width above 1"))
-    if message.HasField("format"):
-        problems.append((f"{path}.format", "does not go with beam_width above 1"))
+def _beams_alone_in_turn(message: Any, _bounds: Bounds) -> Iterator[Problem]:
+    if message.sampling.beam_width > 1:
+        given = {
+            "output.top_logprobs": message.output.HasField("top_logprobs"),
+            "calls": message.calls != pb.CallBounds(),
+            "format": message.HasField("format"),
+        }
+        yield from ((name, "does not go with beam_width above 1") for name, is_set in given.items() if is_set)
 
 
-def _format_is_given(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+def _format_is_given(message: Any, _bounds: Bounds) -> Iterator[Problem]:
     if message.WhichOneof("form") is None:
-        problems.append((path, "needs a form"))
+        yield "", "needs a form"
 
 
-def _calls_agree(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+def _calls_agree(message: Any, _bounds: Bounds) -> Iterator[Problem]:
     if message.none and message.HasField("begin_with"):
-        problems.append((f"{path}.none", "does not go with begin_with"))
+        yield "none", "does not go with begin_with"
     if message.begin_with and message.allowed and message.begin_with not in message.allowed:
-        problems.append((f"{path}.begin_with", "is not among those allowed"))
+        yield "begin_with", "is not among those allowed"
 
 
-def _same_name(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not _required(message, "session", path, problems):
-        return
-    if message.session.name and message.session.name != message.name:
-        problems.append(("session.name", "must be the same session as name"))
+def _same_name(message: Any, _bounds: Bounds) -> Iterator[Problem]:
+    if not message.HasField("session"):
+        yield "session", "is required"
+    elif message.session.name and message.session.name != message.name:
+        yield "session.name", "must be the same session as name"
 
 
-# ---- checks: each tests one value and appends its problems
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    limits: RequestLimits
-    vocab: Callable[[], int]
-    """Return the number of token ids. Called only for requests that hold some; may raise Unavailable (STARTING)."""
-
-
-Check = Callable[[Any, Bounds, str, Problems], None]
-FromBounds = Callable[[Bounds], float]
+# ---- checks: each tests one value and returns its problem
 
 
 def _pattern(pattern: re.Pattern[str], problem: str) -> Check:
-    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-        if not pattern.fullmatch(value):
-            problems.append((path, problem))
-
-    return check
+    return lambda value, _: "" if pattern.fullmatch(value) else problem
 
 
 _SESSION_ID_RULE = "must have 3 to 63 characters of a-z, 0-9 and -, and not begin with -"
@@ -202,22 +193,22 @@ def between(
     ``unless_zero``: the smallest value allowed besides 0, for temperatures, which divide logits."""
     least = 0.99 * unless_zero or low  # 0.01 as float32 is a little less than 0.01
 
-    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    def check(value: Any, bounds: Bounds) -> str:
         top = high if limit is None else limit(bounds)
         inside = (low < value if above else least <= value) and value <= top  # false for NaN
-        if not inside and not (unless_zero and value == 0):
-            least_words = f"0, or at least {unless_zero:.12g}" if unless_zero else f"at least {low:.12g}"
-            words = f"above {low:.12g}" if above else least_words
-            problems.append((path, f"must be {words} and at most {top:.12g}"))
+        if inside or (unless_zero and value == 0):
+            return ""
+        least_words = f"0, or at least {unless_zero:.12g}" if unless_zero else f"at least {low:.12g}"
+        words = f"above {low:.12g}" if above else least_words
+        return f"must be {words} and at most {top:.12g}"
 
     return check
 
 
 def text(max_chars: int | FromBounds) -> Check:
-    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    def check(value: Any, bounds: Bounds) -> str:
         most = max_chars if isinstance(max_chars, int) else max_chars(bounds)
-        if len(value) > most:
-            problems.append((path, f"is longer than {most:.0f} characters"))
+        return f"is longer than {most:.0f} characters" if len(value) > most else ""
 
     return check
 
@@ -229,44 +220,33 @@ mark = text(lambda bounds: bounds.limits.max_mark_chars)
 def enum(kind: Any, *, unspecified: bool = True) -> Check:
     """Check for a value that this version knows; proto3 enums are open."""
     known = {number for number in kind.values() if number or unspecified}
-
-    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-        if value not in known:
-            problems.append((path, "is not a known value" if value else "is required"))
-
-    return check
+    return lambda value, _: "" if value in known else "is not a known value" if value else "is required"
 
 
 def at_most(count: FromBounds) -> Check:
-    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-        if len(value) > count(bounds):
-            problems.append((path, f"has more than {count(bounds):g} elements"))
-
-    return check
+    return lambda value, bounds: (
+        f"has more than {count(bounds):g} elements" if len(value) > count(bounds) else ""
+    )
 
 
 def each(count: FromBounds, element: Check) -> Check:
     """Check a list: its length, then each element."""
 
-    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-        if len(value) > count(bounds):
-            problems.append((path, f"has more than {count(bounds):g} elements"))
-            return
+    def parts(value: Any, bounds: Bounds) -> Iterator[Problem]:
         for index, one in enumerate(value):
-            element(one, bounds, f"{path}[{index}]", problems)
+            yield from _at(f"[{index}]", element(one, bounds))
 
-    return check
+    return lambda value, bounds: at_most(count)(value, bounds) or parts(value, bounds)
 
 
 def entries(count: FromBounds, element: Check) -> Check:
     """Check a list of input items: their count, their total size, then each."""
     one_by_one = each(count, element)
 
-    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    def check(value: Any, bounds: Bounds) -> str | Iterator[Problem]:
         if len(value) <= count(bounds) and sum(map(_chars, value)) > bounds.limits.max_input_chars:
-            problems.append((path, f"has more than {bounds.limits.max_input_chars} characters"))
-        else:
-            one_by_one(value, bounds, path, problems)
+            return f"has more than {bounds.limits.max_input_chars} characters"
+        return one_by_one(value, bounds)
 
     return check
 
@@ -276,67 +256,64 @@ def _chars(item: Any) -> int:
     return texts + sum(len(call.name) + len(call.arguments_json) for call in item.function_calls)
 
 
-def json_object(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not is_json_object(value):
-        problems.append((path, "must be a JSON object"))
+def json_object(value: str, _bounds: Bounds) -> str:
+    return "" if is_json_object(value) else "must be a JSON object"
 
 
-def json_schema(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+def json_schema(value: str, _bounds: Bounds) -> str:
     try:
-        grammar_limits.parse_schema(value)
+        grammar_checker.parse_schema(value)
     except ValueError as error:
-        problems.append((path, str(error)))
+        return str(error)
+    return ""
 
 
-def grammar(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+def grammar(value: str, _bounds: Bounds) -> str:
     if not value:
-        problems.append((path, "is empty"))
-    if len(value.encode()) > grammar_limits.MAX_BYTES:
-        problems.append((path, f"is larger than {grammar_limits.MAX_BYTES} bytes"))
+        return "is empty"
+    most = grammar_checker.MAX_BYTES
+    return f"is larger than {most} bytes" if len(value.encode()) > most else ""
 
 
-def choice(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not 0 < len(value.texts) <= grammar_limits.MAX_CHOICES:
-        problems.append((path, f"must have 1 to {grammar_limits.MAX_CHOICES} texts"))
-    elif not all(value.texts):
-        problems.append((path, "has an empty text"))
-    elif sum(len(text.encode()) for text in value.texts) > grammar_limits.MAX_BYTES:
-        problems.append((path, f"has more than {grammar_limits.MAX_BYTES} bytes"))
+def choice(value: Any, _bounds: Bounds) -> str:
+    if not 0 < len(value.texts) <= grammar_checker.MAX_CHOICES:
+        return f"must have 1 to {grammar_checker.MAX_CHOICES} texts"
+    if not all(value.texts):
+        return "has an empty text"
+    too_large = sum(len(text.encode()) for text in value.texts) > grammar_checker.MAX_BYTES
+    return f"has more than {grammar_checker.MAX_BYTES} bytes" if too_large else ""
 
 
-def below_vocab(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    if len(value) and max(value) >= bounds.vocab():
-        problems.append((path, f"has an id that is not below {bounds.vocab()}"))
+def below_vocab(value: Any, bounds: Bounds) -> str:
+    known = not len(value) or max(value) < bounds.vocab()
+    return "" if known else f"has an id that is not below {bounds.vocab()}"
 
 
-def token_ids(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    if not value.ids:
-        problems.append((path, "has no ids"))
-    below_vocab(value.ids, bounds, path, problems)
+def token_ids(value: Any, bounds: Bounds) -> str | Iterator[Problem]:
+    return below_vocab(value.ids, bounds) if value.ids else "has no ids"
 
 
-def stops(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+def stops(value: Any, bounds: Bounds) -> str:
     limits = bounds.limits
     if len(value) > limits.max_stop_sequences:
-        problems.append((path, f"has more than {limits.max_stop_sequences} elements"))
-    elif not all(0 < len(stop) <= limits.max_stop_chars for stop in value):
-        problems.append(
-            (path, f"has an element that is empty or longer than {limits.max_stop_chars} characters")
-        )
+        return f"has more than {limits.max_stop_sequences} elements"
+    fitting = all(0 < len(stop) <= limits.max_stop_chars for stop in value)
+    return (
+        "" if fitting else f"has an element that is empty or longer than {limits.max_stop_chars} characters"
+    )
 
 
-def logit_bias(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+def logit_bias(value: Any, bounds: Bounds) -> Iterator[Problem]:
     if len(value) > bounds.limits.max_logit_bias:
-        problems.append((path, f"has more than {bounds.limits.max_logit_bias} elements"))
+        yield "", f"has more than {bounds.limits.max_logit_bias} elements"
         return
-    below_vocab(value, bounds, path, problems)
+    yield from _at("", below_vocab(value, bounds))
     if not all(-100.0 <= bias <= 100.0 for bias in value.values()):
-        problems.append((path, "has a bias outside -100 to 100"))
+        yield "", "has a bias outside -100 to 100"
 
 
-def subject(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if len(value.encode()) > MAX_SUBJECT_BYTES:
-        problems.append((path, f"is longer than {MAX_SUBJECT_BYTES} bytes"))
+def subject(value: str, _bounds: Bounds) -> str:
+    return f"is longer than {MAX_SUBJECT_BYTES} bytes" if len(value.encode()) > MAX_SUBJECT_BYTES else ""
 
 
 def _key_problem(value: Any, most: int) -> str:
@@ -345,43 +322,41 @@ def _key_problem(value: Any, most: int) -> str:
     return "" if all(map(LABEL_KEY.fullmatch, value)) else f"has a key that is not like {LABEL_KEY.pattern}"
 
 
-def labels(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+def labels(value: Any, bounds: Bounds) -> str:
     most = bounds.limits.max_label_chars
-    if problem := _key_problem(value, bounds.limits.max_labels):
-        problems.append((path, problem))
-    elif any(len(label) > most for label in value.values()):
-        problems.append((path, f"has a value longer than {most} characters"))
+    too_long = f"has a value longer than {most} characters"
+    return _key_problem(value, bounds.limits.max_labels) or (
+        too_long if any(len(label) > most for label in value.values()) else ""
+    )
 
 
-def turn_annotations(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+def turn_annotations(value: Any, bounds: Bounds) -> str:
     most = bounds.limits.max_annotation_bytes
-    if problem := _key_problem(value, bounds.limits.max_annotations):
-        problems.append((path, problem))
-    elif sum(len(key) + len(text.encode()) for key, text in value.items()) > most:
-        problems.append((path, f"has more than {most} bytes"))
+    too_large = sum(len(key) + len(text.encode()) for key, text in value.items()) > most
+    return _key_problem(value, bounds.limits.max_annotations) or (
+        f"has more than {most} bytes" if too_large else ""
+    )
 
 
-def not_empty(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not value:
-        problems.append((path, "is required"))
+def not_empty(value: Any, _bounds: Bounds) -> str:
+    return "" if value else "is required"
 
 
-def cache_size(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+def cache_size(value: str, _bounds: Bounds) -> str:
     try:
         parse_cache_size(value, 1)
     except ValueError:
-        problems.append((path, "must be a size such as 40GiB, 512MiB or 4096tokens"))
+        return "must be a size such as 40GiB, 512MiB or 4096tokens"
+    return ""
 
 
-def label_selector(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+def label_selector(value: str, _bounds: Bounds) -> str:
     if not all(
         "=" in part and LABEL_KEY.fullmatch(part.split("=", 1)[0].strip()) for part in value.split(",")
     ):
-        problems.append((path, "must be like key=value,key2=value2"))
-        return
+        return "must be like key=value,key2=value2"
     keys = [part.split("=", 1)[0].strip() for part in value.split(",")]
-    if len(set(keys)) < len(keys):
-        problems.append((path, "names a key twice"))
+    return "names a key twice" if len(set(keys)) < len(keys) else ""
 
 
 item_number = between(0, (1 << 63) - 1)
@@ -395,32 +370,30 @@ def seconds(value: Any) -> float | None:
     return float(value.seconds + value.nanos / 1e9)
 
 
-def positive(value: float, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not 0 < value < math.inf:
-        problems.append((path, "must be a finite number above 0"))
+def positive(value: float, _bounds: Bounds) -> str:
+    return "" if 0 < value < math.inf else "must be a finite number above 0"
 
 
 def duration(low: float, high: FromBounds) -> Check:
-    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    def check(value: Any, bounds: Bounds) -> str:
         length = seconds(value)
-        if length is None or not low <= length <= high(bounds):
-            problems.append((path, f"must be a duration of {low:g} to {high(bounds):g} s"))
+        fits = length is not None and low <= length <= high(bounds)
+        return "" if fits else f"must be a duration of {low:g} to {high(bounds):g} s"
 
     return check
 
 
-def ttl(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+def ttl(value: Any, bounds: Bounds) -> str:
     """Check a time to live: 0 (never expires) or within the limits."""
     length = seconds(value)
     limits = bounds.limits
-    if length is None or (length != 0 and not limits.min_ttl_s <= length <= limits.max_ttl_s):
-        problems.append((path, f"must be 0 or a duration of {limits.min_ttl_s:g} to {limits.max_ttl_s:g} s"))
+    fits = length is not None and (length == 0 or limits.min_ttl_s <= length <= limits.max_ttl_s)
+    return "" if fits else f"must be 0 or a duration of {limits.min_ttl_s:g} to {limits.max_ttl_s:g} s"
 
 
-def update_mask(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+def update_mask(value: Any, _bounds: Bounds) -> str:
     allowed = {"labels", "config", *UPDATABLE}
-    if not set(value.paths) <= allowed:
-        problems.append((path, f"may name only {', '.join(sorted(allowed))}"))
+    return "" if set(value.paths) <= allowed else f"may name only {', '.join(sorted(allowed))}"
 
 
 # ---- the table
@@ -588,7 +561,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     ),
 }
 
-CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]] = {
+CROSS: dict[type[Any], tuple[Callable[[Any, Bounds], Iterator[Problem]], ...]] = {
     pb.StreamTurnRequest: (_has_turn,),
     pb.RunTurnRequest: (_has_turn,),
     pb.InputItem: (_entry_has_content, _tool_fields_fit_role),

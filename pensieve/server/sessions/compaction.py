@@ -27,9 +27,10 @@ from pensieve.core import Role, SamplingDefaults, Usage
 from pensieve.debug import async_failpoint
 from pensieve.errors import FailedPrecondition, NotFound, PensieveError, RevisionMismatch, TurnInProgress
 from pensieve.server import ids
-from pensieve.server.bugs import report_bug
+from pensieve.server.failures import report_bug
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.sessions import records as session_records
+from pensieve.server.sessions.records import NewFork
 from pensieve.server.sessions.sessions import Sessions, check_revision
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.tasks import cancel_and_wait
@@ -110,14 +111,12 @@ class Compactor:
         branch = Key(key.tenant, _branch_id(key, request.request_id, history.revision))
         await async_failpoint("before_compaction_fork")
         lifetime = history.config.ttl_s
-        await self._sessions.fork(
-            key,
-            item=None,
-            request_id="",
+        fork = NewFork(
             session_id=branch.session_id,
             expected_revision=history.revision,
             ttl_s=min(lifetime or UNFINISHED_TTL_S, UNFINISHED_TTL_S),
         )
+        await self._sessions.fork(key, fork)
         try:
             view = await self._summarise(branch, request)
             summary = self._words(view)

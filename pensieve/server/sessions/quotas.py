@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from pensieve.server import ids
-from pensieve.server.tenants import TenantTable, quota_exceeded
+from pensieve.server.keys import TenantTable, quota_exceeded
 from pensieve.store import HistoryStore, Key, TenantUsage
 
 USAGE_MAX_AGE_S: Final = 1.0

@@ -36,6 +36,21 @@ class NewSession:
 
 
 @dataclass(frozen=True, slots=True)
+class NewFork:
+    """A session with the live items of another one up to ``item``, the last of them possibly another ``candidate``
+    of its turn."""
+
+    item: int | None = None
+    request_id: str = ""
+    session_id: str = ""
+    expected_revision: int | None = None
+    """The source must be at this revision; None: at any."""
+    candidate: int | None = None
+    ttl_s: float | None = None
+    """Its idle lifetime, 0 for none; None: the source's."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionChange:
     labels: dict[str, str] | None = None
     """None leaves them unchanged."""

@@ -34,7 +34,7 @@ from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.exports import ImportedSession
 from pensieve.server.sessions.quotas import StorageQuotas
-from pensieve.server.sessions.records import NewSession, SessionChange
+from pensieve.server.sessions.records import NewFork, NewSession, SessionChange
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.record import CommittedTurn
@@ -246,36 +246,24 @@ class Sessions:
         history = await self._transcript.history_at(key, row)
         return row, tuple(item for item in history.items if item.request_id == request_id)
 
-    async def fork(
-        self,
-        key: Key,
-        *,
-        item: int | None,
-        request_id: str,
-        session_id: str,
-        expected_revision: int | None,
-        candidate: int | None = None,
-        ttl_s: float | None = None,
-    ) -> SessionRow:
-        """A new session with the live items up to ``item``, the last of them possibly another ``candidate``
-        of its turn. ``ttl_s``: its idle lifetime, 0 for none; None: the source's. A repeated request returns the same
-        session."""
-        target_id = session_id or ids.derived_session_id("fork", key.tenant, request_id)
+    async def fork(self, key: Key, new: NewFork) -> SessionRow:
+        """Fork a session. A repeated request returns the same session."""
+        target_id = new.session_id or ids.derived_session_id("fork", key.tenant, new.request_id)
         target = Key(key.tenant, target_id)
-        _, history = await self._transcript.read(key, known_revision=expected_revision)
+        _, history = await self._transcript.read(key, known_revision=new.expected_revision)
         if not await self._exists(target):
-            check_revision(history.revision, expected_revision)
-            if item is not None:
-                session_records.check_item(history, item)
-        record = session_records.fork(history, item, request_id, ttl_s)
-        if candidate is not None:
-            record = await self._with_last_answer(key, record, candidate)
+            check_revision(history.revision, new.expected_revision)
+            if new.item is not None:
+                session_records.check_item(history, new.item)
+        record = session_records.fork(history, new.item, new.request_id, new.ttl_s)
+        if new.candidate is not None:
+            record = await self._with_last_answer(key, record, new.candidate)
         copy = initial_history(record)
-        other = () if candidate is None else (candidate,)
-        lifetime = () if ttl_s is None else ("ttl", ttl_s)
-        mark = fingerprint("fork", key.session_id, item, expected_revision, *other, *lifetime)
+        other = () if new.candidate is None else (new.candidate,)
+        lifetime = () if new.ttl_s is None else ("ttl", new.ttl_s)
+        mark = fingerprint("fork", key.session_id, new.item, new.expected_revision, *other, *lifetime)
         source = (ids.session_name(key.session_id), copy.items[-1].number if copy.items else 0)
-        row = await self._create(target, record, copy, mark, derived=not session_id, source=source)
+        row = await self._create(target, record, copy, mark, derived=not new.session_id, source=source)
         try:
             await self._store.load(key)
         except NotFound:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError
 from pensieve.server import ids
+from pensieve.server.failures import draining
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns.turns import Turns
-from pensieve.server.unavailable import draining
 from pensieve.store import Key
 from pensieve.store.records import SessionRow
 

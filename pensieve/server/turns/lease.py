@@ -19,8 +19,8 @@ from typing import Final
 
 from pensieve.debug import async_failpoint
 from pensieve.errors import Cancelled, NotFound, PensieveError, TurnFenced, Unavailable
+from pensieve.server.failures import running_elsewhere
 from pensieve.server.turns.run import Order, TurnRun
-from pensieve.server.unavailable import running_elsewhere
 from pensieve.store import (
     Began,
     BeginRequest,

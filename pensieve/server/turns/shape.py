@@ -10,8 +10,7 @@ import msgspec
 
 from pensieve.core import Grammar, Sampling
 from pensieve.errors import InvalidArgument
-from pensieve.server.grammars.checker import NOT_INSTALLED, GrammarChecker
-from pensieve.server.grammars.limits import MAX_BYTES, MAX_TOTAL_BYTES
+from pensieve.server.grammars.checker import MAX_BYTES, MAX_TOTAL_BYTES, NOT_INSTALLED, GrammarChecker
 from pensieve.server.values import CallRules, NewTurn
 from pensieve.speech import (
     AnswerShape,

@@ -15,14 +15,13 @@ from pensieve.core import TenantQos
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
 from pensieve.logs import bind
 from pensieve.server.admission import AdmissionGate
-from pensieve.server.bugs import report_bug
+from pensieve.server.failures import draining, report_bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.lease import end_remote_turn, turn_cancelled
 from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.runner import TurnRunner
-from pensieve.server.unavailable import draining
 from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
 from pensieve.store import EndOrder, HistoryStore, Key
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from pensieve.engine.cost.model import CostModel
+from pensieve.config import CacheConfig
+from pensieve.engine.cost import CostModel
 from pensieve.engine.plan import Plan
+from pensieve.engine.worker.hybrid_sizing import cache_groups, explicit_bytes, sizes_for
 from pensieve.model.groups import GroupKind, KvGroup
 
 _NO_WINDOW: Final = 1 << 62
@@ -181,3 +183,26 @@ class Work:
     rows: float
     kv_read: float
     pairs: float
+
+
+def cache_config(
+    machine: Machine, device: str, host: str, *, chunk_tokens: int, context_limit: int, **rules: Any
+) -> CacheConfig:
+    """Return the configuration of both tiers; ``rules``: its other fields. Raises ValueError, with what to change, for
+    sizes that cannot be read and for a device tier that does not hold one chunk."""
+    groups = machine.kv_groups(chunk_tokens)
+    sizes = sizes_for(groups, chunk_tokens, context_limit, ranks=1, on_gpu=machine.overlapped)
+    layout = sizes.device_layout(explicit_bytes("device", device, sizes, sizes.device_bytes))
+    host_bytes = explicit_bytes("host", host, sizes, sizes.host_bytes)
+    shared = len(groups) > 1
+    if layout.num_bytes < sizes.device_bytes(chunk_tokens):
+        raise ValueError(f"--device-cache {device} does not hold one chunk")
+    return CacheConfig(
+        device_chunks=sizes.chunks(layout),
+        host_chunks=sizes.chunks(sizes.host_layout(host_bytes)),
+        chunk_tokens=chunk_tokens,
+        groups=cache_groups(groups, layout),
+        device_bytes=layout.num_bytes if shared else None,
+        host_bytes=host_bytes if shared else None,
+        **rules,
+    )

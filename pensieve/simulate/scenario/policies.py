@@ -20,7 +20,7 @@ import numpy as np
 
 from pensieve.core import Floats, Ints
 from pensieve.engine.cache.policy import POLICIES, SHORTEST_IDLE_S, Policy
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 
 TTL_S: Final = 300.0
 _NO_COST_S: Final = 1e-9

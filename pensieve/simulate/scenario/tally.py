@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from pensieve.core import Usage
-from pensieve.engine.cost.model import CostModel
-from pensieve.replay.measure.activity import TTFT_LIMIT_S, largest_within_limit
-from pensieve.replay.measure.report import SOURCES
-from pensieve.replay.measure.windows import BINS, has_trend
+from pensieve.engine.cost import CostModel
+from pensieve.replay.measure import BINS, SOURCES, TTFT_LIMIT_S, has_trend, largest_within_limit
 
 _STEP = math.log(1.01)
 _MIN_S = 1e-5

@@ -18,9 +18,10 @@ from pensieve.core import Hints
 from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import Policy
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.replay.load.workload import Piece
-from pensieve.simulate.turns.places import (
+from pensieve.simulate.turns.sharing import Sharing
+from pensieve.simulate.turns.victims import (
     ADMITTED,
     BOTH,
     BOTH_SAVING,
@@ -35,11 +36,14 @@ from pensieve.simulate.turns.places import (
     SETTLED,
     ChunkHolder,
     PlacesIndex,
+    Ranking,
+    Round,
     SharedHolder,
     SharingSession,
+    VictimOrder,
+    Victims,
+    can_rank,
 )
-from pensieve.simulate.turns.sharing import Sharing
-from pensieve.simulate.turns.victims import Ranking, Round, VictimOrder, Victims, can_rank
 
 _DEVICE = bytes((DEVICE,))
 _BOTH = bytes((BOTH,))

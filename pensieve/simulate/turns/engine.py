@@ -17,8 +17,7 @@ from pensieve.core import Usage
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import SessionScript
 from pensieve.simulate.scenario.policies import RecomputeBound
-from pensieve.simulate.scenario.routing import Router
-from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.scenario.settings import Router, Settings
 from pensieve.simulate.scenario.tally import CompletedTurn, RecomputeCosts, Tally
 from pensieve.simulate.turns.batch import Batch, LiveTurn
 from pensieve.simulate.turns.cache import TurnCache

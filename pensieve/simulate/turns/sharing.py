@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pensieve.replay.load.workload import Piece
-from pensieve.simulate.turns.places import ELSEWHERE, ChunkHolder, PlacesIndex, SharedHolder, SharingSession
+from pensieve.simulate.turns.victims import ELSEWHERE, ChunkHolder, PlacesIndex, SharedHolder, SharingSession
 
 TextRange = tuple[str, int, int]
 """A range of a text's tokens: (name, start, end)."""

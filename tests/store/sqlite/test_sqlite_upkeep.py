@@ -15,7 +15,7 @@ import pytest
 
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import TenantUsage, sqlite_store
-from pensieve.store._clock import Moment
+from pensieve.store._rules import Moment
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store._sqlite import reader as sqlite_reader
 from pensieve.store._sqlite import rows as sqlite_rows

@@ -11,7 +11,7 @@ from pensieve.core import SessionKey, TokenArray
 from pensieve.engine.cache.chunk import CachedSession, Chunk, Place, Restore, SharedRun
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 
 SIZE = 4
 COST = CostModel(((0, 0.0), (1000, 1000.0)), 4.0, SIZE)

@@ -19,7 +19,7 @@ from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import SessionKey
 from pensieve.engine.cache.chunk import Restore
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.simulate.scenario import policies
 
 NEVER_S: Final = 1e9

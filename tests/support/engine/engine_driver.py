@@ -13,10 +13,10 @@ import msgspec
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Hints, Sampling, TenantQos, Usage, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.engine import Engine
-from pensieve.engine.grammar.structured import Structured
+from pensieve.engine.grammar import Structured
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig, batch_limits, parse_cache_size
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.scheduling.scheduler import Scheduler

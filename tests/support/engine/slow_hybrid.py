@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from pensieve.engine.kv.hybrid import HybridPools
+from pensieve.engine.kv.pools import HybridPools, KvFormat
 from pensieve.engine.plan import NO_PAGE, Plan
 from pensieve.model.arch import Arch, Layer, StateShape
 from pensieve.model.groups import KvGroup
@@ -52,8 +52,7 @@ def make_pools(shape: Shape, floor: int | None = None) -> HybridPools:
         arch,
         groups,
         (shape.device, shape.host),
-        chunk_tokens=PAGE_TOKENS,
-        dtype=torch.float32,
+        form=KvFormat(PAGE_TOKENS, torch.float32),
         device=torch.device("cuda"),
         floor=floor,
     )

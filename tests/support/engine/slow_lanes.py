@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 import torch
 
 from pensieve.engine.kv.mechanisms import RunCopy
-from pensieve.engine.kv.pools import KvPools
+from pensieve.engine.kv.pools import KvFormat, KvPools
 from pensieve.engine.kv.swap import CudaLanes, SwapEngine
 from pensieve.engine.kv.timeline import Lane, Mark
 from pensieve.engine.plan import Plan
@@ -84,8 +84,7 @@ def make_pools(device_chunks: int = DEVICE_PAGES, host_chunks: int = HOST_PAGES)
         cast(Arch, SimpleNamespace(num_layers=LAYERS, num_kv_heads=1, head_dim=HEAD_DIM)),
         device_chunks=device_chunks,
         host_chunks=host_chunks,
-        chunk_tokens=PAGE_TOKENS,
-        dtype=torch.int32,
+        form=KvFormat(PAGE_TOKENS, torch.int32),
         device=torch.device("cuda"),
     )
 

@@ -11,9 +11,7 @@ from llguidance import LLTokenizer
 
 from pensieve.core import FinishReason, RequestKey, Sampling, pack_tokens
 from pensieve.engine.engine import Engine
-from pensieve.engine.grammar.matchers import Matchers
-from pensieve.engine.grammar.prototypes import Prototypes
-from pensieve.engine.grammar.structured import Structured
+from pensieve.engine.grammar import Matchers, Prototypes, Structured
 from pensieve.engine.messages import Event, Failed, Finished, Output, Submit
 from pensieve.engine.plan import TokenMask
 

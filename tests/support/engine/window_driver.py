@@ -12,7 +12,7 @@ import torch
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey
 from pensieve.engine.cache.pages import PagePool
-from pensieve.engine.kv.hybrid import HybridPools
+from pensieve.engine.kv.pools import HybridPools
 from pensieve.engine.plan import Copy, Plan, SampleSpec, Span
 from pensieve.engine.worker.torch_worker import build_worker
 from support.engine.worker_driver import EVERYTHING, logprobs

@@ -10,8 +10,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from pensieve.config import DoorSettings
 from pensieve.http.app import make_app
-from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import running
 from pensieve.server.rpc.auth import ALL_SCOPES, Identity
 from support.service.service_rig import ANSWER, Rig, serving

@@ -23,8 +23,8 @@ PARTS: dict[str, str] = {
 NEEDS_GPU = (
     "pensieve/engine/kv/swap.py",
     "pensieve/engine/kv/timeline.py",
-    "pensieve/engine/ranks/symmetric.py",
-    "pensieve/engine/worker/cuda_batch.py",
+    "pensieve/engine/ranks/collectives.py",
+    "pensieve/engine/worker/program.py",
     "pensieve/engine/worker/cuda_worker.py",
     "pensieve/engine/worker/graphs.py",
     "pensieve/engine/worker/sizing.py",

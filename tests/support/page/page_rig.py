@@ -17,15 +17,13 @@ from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import SessionStrip, Stats
 from pensieve.feed import HttpDoorState
-from pensieve.server.admin_port import AdminPort
 from pensieve.server.conversations import Conversations, ServiceListeners
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import StateView
+from pensieve.server.page.state import RecentTurns, StateView
 from pensieve.server.page.web import WebPage
-from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.ports import AdminPort
 from pensieve.server.rpc.grpc_server import make_server
-from pensieve.server.rpc.interceptor import Interceptor
+from pensieve.server.rpc.interceptor import AccessControl, Interceptor
 from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
 from pensieve.server.values import TurnEnd

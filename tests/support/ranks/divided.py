@@ -20,7 +20,7 @@ import torch
 
 from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig
 from pensieve.engine.plan import PendingStep, Plan, StepWorker
-from pensieve.engine.ranks.build import build_workers
+from pensieve.engine.ranks.leader import build_workers
 from pensieve.engine.worker.sizing import DTYPES
 from support.engine.bits import Bits, BitWorker, alone
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint

@@ -19,8 +19,7 @@ from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.ranks.codec import encode
 from pensieve.engine.ranks.collectives import SETTINGS, GlooCollective
-from pensieve.engine.ranks.follower import follow
-from pensieve.engine.ranks.leader import LeadingWorker
+from pensieve.engine.ranks.leader import LeadingWorker, follow
 from pensieve.engine.ranks.ring import RingReader, RingWriter, SharedRing
 from pensieve.engine.worker.sizing import DTYPES
 from pensieve.engine.worker.torch_worker import TorchWorker

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pensieve.core import Usage
-from pensieve.replay.measure.report import SCHEMA, environment, summarise
+from pensieve.replay.measure import SCHEMA, environment, summarise
 from pensieve.replay.records import Outcome, TurnRecord
 from pensieve.replay.targets.base import TargetInfo
 

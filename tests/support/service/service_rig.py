@@ -18,15 +18,13 @@ from tokenizers import Tokenizer
 from pensieve import rpc_status
 from pensieve.errors import PensieveError
 from pensieve.server.conversations import Conversations
-from pensieve.server.rpc.access_control import AccessControl
-from pensieve.server.rpc.admin_service import AdminService
+from pensieve.server.keys import TenantTable
 from pensieve.server.rpc.auth import ALL_SCOPES, Identity
 from pensieve.server.rpc.calls import BodyGate
 from pensieve.server.rpc.grpc_server import bind
-from pensieve.server.rpc.interceptor import Interceptor
-from pensieve.server.rpc.service import ConversationService
+from pensieve.server.rpc.interceptor import AccessControl, Interceptor
+from pensieve.server.rpc.service import AdminService, ConversationService
 from pensieve.server.settings import TurnSettings
-from pensieve.server.tenants import TenantTable
 from pensieve.store import HistoryStore
 from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer

@@ -82,21 +82,20 @@ class CostModel:
     def estimate(
         cls,
         *,
-        layers: int,
+        windows: Sequence[int | None],
         query_heads: int,
         head_dim: int,
         parameters: int,
         chunk_tokens: int,
         context_limit: int,
-        windows: Sequence[int] = (),
     ) -> CostModel:
-        """Estimate costs from the architecture alone: floating point operations over nominal rates. ``layers``:
-        those whose attention sees the whole context. ``windows``: of the others that attend, in tokens."""
+        """Estimate costs from the architecture alone: floating point operations over nominal rates. ``windows``: of
+        each layer that attends, in tokens; None: it sees the whole context."""
         per_token = 4.0 * query_heads * head_dim * chunk_tokens / ATTENTION_FLOPS
         points: list[tuple[int, float]] = [(0, 0.0)]
         length = chunk_tokens
         while length < 2 * max(context_limit, chunk_tokens):
-            seen = layers * length + sum(min(length, window) for window in windows)
+            seen = sum(length if window is None else min(length, window) for window in windows)
             points.append((length, per_token * seen))
             length *= 2
         return cls(tuple(points), 2.0 * parameters * chunk_tokens / PRODUCT_FLOPS, chunk_tokens)

@@ -1,30 +1,133 @@
-"""Matchers: one per answer that follows a grammar. Masks are computed on threads while the engine goes on.
+"""Structured output: which tokens a grammar allows next, computed on threads beside the steps. No torch.
 
-When the engine learns an output token it calls ``push``; a thread then advances the matcher and computes the mask of
-the next token. Before the engine chooses that token it calls ``collect``, which waits only briefly: an answer whose
-mask is late gets no token in that step, and the others do not wait for it.
+Each grammar is compiled once, on a thread, and copied for every answer that follows it. ``Structured`` has the requests
+whose grammar is being compiled, and those that run. A matcher is a function of the grammar and the output tokens, so
+nothing here needs to outlive the engine.
+
+Each answer that follows a grammar has a matcher. Masks are computed on threads while the engine goes on. When the
+engine learns an output token it calls ``push``; a thread then advances the matcher and computes the mask of the next
+token. Before the engine chooses that token it calls ``collect``, which waits only briefly: an answer whose mask is
+late gets no token in that step, and the others do not wait for it.
 
 A mask takes some ten microseconds, but a grammar can make it take a thousand times as long, and building lexer states
-in the middle of an answer takes tens of milliseconds. So there are two lanes. An answer whose latest mask was
-slow uses a lane with one thread of its own, which yields to the steps on a busy machine. It delays neither the masks
-of other answers nor a step, since ``is_expected`` says no until its mask is there. After ``SLOWEST_MASKS`` masks of
-more than ``LONGEST_MASK_S`` it fails.
+in the middle of an answer takes tens of milliseconds. So there are two lanes. An answer whose latest mask was slow
+uses a lane with one thread of its own, which yields to the steps on a busy machine. It delays neither the masks of
+other answers nor a step, since ``is_expected`` says no until its mask is there. After ``SLOWEST_MASKS`` masks of more
+than ``LONGEST_MASK_S`` it fails.
 
 Times are those that the thread computed, so an answer does not pay for a busy machine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import time
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
-from pensieve.core import RequestKey
-from pensieve.engine.grammar.prototypes import Prototype, first_line, lower_priority
+import numpy as np
+
+from pensieve.core import Grammar, RequestKey
+from pensieve.engine.messages import Submit
 from pensieve.engine.plan import TokenMask
+from pensieve.engine.scheduling.scheduler import OutputToken
+from pensieve.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_PROTOTYPES: Final = 32
+"""Compiled grammars that are kept, the most recently used ones."""
+LEXER_STATES: Final = 20_000
+"""Most lexer states of a grammar, 1 to 2 kB each; all its matchers share them."""
+COMPILERS: Final = 2
+NICENESS: Final = 5
+"""Lowers the priority of work on grammars that may take long: on a busy machine the steps of the model go first."""
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be followed. The text says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prototype:
+    """The start of all answers that follow one grammar."""
+
+    matcher: LLMatcher
+    """Never advanced. Copies share its lexer, whose states are then built once for all of them."""
+    mask: TokenMask
+    """Mask of the first token."""
+
+
+class Prototypes:
+    """Compiles grammars. The engine's thread owns it."""
+
+    def __init__(self, make_tokenizer: Callable[[], LLTokenizer], vocab: int) -> None:
+        """``make_tokenizer`` is called at once, on a thread: with a large vocabulary it takes seconds, for which the
+        first grammar would wait. The end of the engine does not wait for it."""
+        self._words = -(-vocab // 32)
+        self._threads = ThreadPoolExecutor(COMPILERS, "grammars", initializer=lower_priority)
+        self._tokenizer: Future[LLTokenizer] = Future()
+        threading.Thread(target=self._prepare, args=(make_tokenizer,), name="vocabulary", daemon=True).start()
+        self._made: OrderedDict[Grammar, Future[Prototype]] = OrderedDict()
+
+    def prepare(self, grammar: Grammar) -> Future[Prototype]:
+        """Return the prototype to be, compiled on a thread. It may raise GrammarError, or InvalidArgument if the
+        model's tokenizer cannot be used."""
+        found = self._made.get(grammar)
+        if found is None or (found.done() and found.exception() is not None):
+            found = self._made[grammar] = self._threads.submit(self._compile, grammar, self._tokenizer)
+        self._made.move_to_end(grammar)
+        while len(self._made) > MOST_PROTOTYPES:
+            self._made.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        self._tokenizer.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
+        with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+            try:
+                self._tokenizer.set_result(make_tokenizer())
+            except BaseException as error:  # a panic of the library is no Exception; requests wait for this
+                self._tokenizer.set_exception(error)
+
+    def _compile(self, grammar: Grammar, tokenizer: Future[LLTokenizer]) -> Prototype:
+        from llguidance import LLMatcher, LLParserLimits  # late: an engine without grammars does without
+
+        limits = LLParserLimits(
+            step_max_items=grammar.step_items, max_lexer_states=LEXER_STATES, verbose_errors=False
+        )
+        made, mask = tokenizer.result(), np.zeros(self._words, np.int32)
+        try:
+            # Its errors name parts of the grammar, which belongs to the caller, so none is logged.
+            matcher = LLMatcher(made, grammar.text, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        except BaseException as error:  # a panic of the library is no Exception; it must not end the engine
+            raise GrammarError(f"the grammar cannot be compiled ({type(error).__name__})") from error
+        if matcher.is_error():
+            raise GrammarError(first_line(matcher.get_error()))
+        return Prototype(matcher, mask)
+
+
+def lower_priority() -> None:
+    """Let the calling thread yield to the steps of the model."""
+    if sys.platform == "linux":  # elsewhere this is the priority of the whole process
+        os.nice(NICENESS)
+
+
+def first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -196,3 +299,52 @@ class Matchers:
         while (row := lane.get()) is not None:
             row.advance()
             self._done.put(row)
+
+
+class Structured:
+    """Compiles the grammars of requests and follows their answers. The engine's thread owns it."""
+
+    def __init__(self, prototypes: Prototypes, threads: int) -> None:
+        """``threads``: see ``Matchers``."""
+        self.matchers = Matchers(threads)
+        self._prototypes = prototypes
+        self._compiling: dict[RequestKey, tuple[Submit, float, Future[Prototype]]] = {}
+
+    @property
+    def has_compiling(self) -> bool:
+        return bool(self._compiling)
+
+    @property
+    def num_compiling(self) -> int:
+        return len(self._compiling)
+
+    def compile(self, submit: Submit, grammar: Grammar, now: float) -> None:
+        """Let a request wait for its grammar. It does not hold up others meanwhile."""
+        self._compiling[RequestKey(submit.request)] = submit, now, self._prototypes.prepare(grammar)
+
+    def take_compiled(self) -> Iterator[tuple[Submit, float, Prototype | str]]:
+        """Yield each request that waits no more, when it was submitted, and its prototype, or why it has none."""
+        for key, (submit, submitted, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[key]
+            try:
+                yield submit, submitted, future.result()
+            except (GrammarError, InvalidArgument, ModuleNotFoundError) as error:
+                yield submit, submitted, str(error)
+
+    def cancel(self, key: RequestKey) -> None:
+        """Forget a request that still waits for its grammar."""
+        self._compiling.pop(key, None)
+
+    def on_tokens(self, tokens: Sequence[OutputToken]) -> None:
+        """Advance the answers by a step's tokens."""
+        for token in tokens:
+            if token.finished is None:
+                self.matchers.push(token.request, token.token_id)
+            else:
+                self.matchers.drop(token.request)
+
+    def close(self) -> None:
+        self._prototypes.close()
+        self.matchers.close()

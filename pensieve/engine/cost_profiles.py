@@ -31,7 +31,7 @@ import numpy as np
 from pensieve.config import EngineOptions, KvDtypeName
 from pensieve.core import RequestKey, Sampling, TokenArray
 from pensieve.engine.cache.pages import PagePool, PageSize
-from pensieve.engine.cost.model import FORMAT, CostModel, CostProfileError
+from pensieve.engine.cost import FORMAT, CostModel, CostProfileError
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.plan import NO_PAGE, Chain, Plan, SampleSpec, Span, StepWorker
 from pensieve.machine import usable_cores, user_directory
@@ -376,15 +376,13 @@ def load_or_measure_cost(options: EngineOptions, worker: ProbedWorker) -> CostMo
 
 def estimate(worker: ProbedWorker) -> CostModel:
     arch = worker.arch
-    windows = [arch.layers[layer].window for layer in arch.attention_layers]
     return CostModel.estimate(
-        layers=windows.count(None),
+        windows=[arch.layers[layer].window for layer in arch.attention_layers],
         query_heads=arch.num_heads,
         head_dim=arch.head_dim,
         parameters=arch.active_parameters,
         chunk_tokens=worker.info.chunk_tokens,
         context_limit=arch.context_limit,
-        windows=[window for window in windows if window is not None],
     )
 
 
