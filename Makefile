@@ -42,6 +42,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 	  echo "Python >= 3.11 is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); use: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@# Python brings along an old pip: to choose among the files of 140 packages takes it twice as long.
+	@$(PIP) -c constraints.txt --upgrade pip || echo "NOTE: pip stays as it is, and takes longer" >&2
 	$(PIP) -c constraints.txt 'torch==2.13.0'
 	$(PIP) -c constraints.txt -e '.[dev]'
 	@# What pip leaves for an editable package is code, which type checkers and editors do not run: a path they do read. It

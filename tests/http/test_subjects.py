@@ -6,15 +6,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from anthropic import AsyncAnthropic
 from openai import BadRequestError
 
 from pensieve import AsyncClient
 from support.http.http_rig import HttpRig, door
+from support.lazily import lazily
 from support.service.service_rig import ANSWER
 
 ADA: Any = {"subject": "ada"}
 BOB: Any = {"subject": "bob"}
+anthropic = lazily("anthropic")
 
 
 async def test_sessions_are_about_the_subject_of_their_first_call() -> None:
@@ -40,11 +41,11 @@ async def _talk(rig: HttpRig, body: Any) -> None:
     first = await responses(model="tiny", input="hi", extra_body=body)
     named = {**body, "session": f"named-{body.get('subject', 'none')}"}
     conversation = await rig.client.conversations.create(extra_body=body)
-    async with AsyncAnthropic(base_url=rig.url, api_key="acme") as anthropic:
+    async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="acme") as claude:
         for said in (talk[:1], talk):
             await chat(model="tiny", messages=said, extra_body=body)
             await chat(model="tiny", messages=said, extra_body=named)
-            await anthropic.messages.create(
+            await claude.messages.create(
                 model="tiny", max_tokens=50, system="Be brief.", messages=said, extra_body=body
             )
     await responses(model="tiny", input="again", previous_response_id=first.id, extra_body=body)
