@@ -20,6 +20,8 @@ import triton.language as tl
 
 ROWS, BLOCK, WARPS = 8, 512, 2
 """Rows of the matrix per program, columns at a time, and warps. The fastest of eight sizes in that step."""
+LEAST_HEIGHT = 1024
+"""Fewer rows are fewer programs than multiprocessors, such as those of a router of experts."""
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -51,9 +53,12 @@ def _row_product(  # type: ignore[no-untyped-def]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N] if given. This kernel multiplies one
-    row of float16 or bfloat16 if N is a multiple of ROWS, K at least BLOCK, and the weights contiguous. Anything else
-    goes to ``torch.nn.functional.linear``. Can be captured in a graph. Raises as that function does."""
+    """Return ``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N] if given.
+
+    This kernel multiplies one row of float16 or bfloat16 if N is a multiple of ROWS from LEAST_HEIGHT on, K at least
+    BLOCK, and the weights contiguous. Anything else goes to ``torch.nn.functional.linear``. Can be captured in a graph.
+    Raises as that function does.
+    """
     if not _is_mine(x, weight, bias):
         return F.linear(x, weight, bias)
     height, width = weight.shape
@@ -77,6 +82,7 @@ def _is_mine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         x.shape == (1, width)
         and x.dtype in DTYPES
         and height % ROWS == 0
+        and height >= LEAST_HEIGHT
         and width >= BLOCK
         and (bias is None or bias.shape == (height,))
         and all(tensor.dtype == x.dtype and tensor.is_contiguous() for tensor in given)

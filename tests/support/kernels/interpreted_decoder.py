@@ -22,7 +22,7 @@ from pensieve.kernels.activation import activate
 from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
-from pensieve.kernels.row_product import BLOCK, ROWS, linear
+from pensieve.kernels.row_product import BLOCK, LEAST_HEIGHT, ROWS, linear
 from pensieve.kernels.upload import upload
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
@@ -61,6 +61,7 @@ def test_norm_weights_in_float32() -> None:
 @pytest.mark.parametrize("width", [BLOCK, BLOCK + 1, 2 * BLOCK - 1, 3 * BLOCK])
 def test_the_product_of_one_row(width: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_product, "F", None)
+    monkeypatch.setattr(row_product, "LEAST_HEIGHT", 0)
     for height in (ROWS, 3 * ROWS):
         check_product(1, width, height, bias=bias, dtype=torch.float16)
 
@@ -68,11 +69,15 @@ def test_the_product_of_one_row(width: int, bias: bool, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("rows", "width", "height", "dtype"),
     [
-        (2, BLOCK, ROWS, torch.float16), (0, BLOCK, ROWS, torch.float16), (1, BLOCK, ROWS, torch.float32),
-        (1, BLOCK - 1, ROWS, torch.float16), (1, BLOCK, ROWS + 1, torch.float16),
+        (2, BLOCK, LEAST_HEIGHT, torch.float16), (0, BLOCK, LEAST_HEIGHT, torch.float16),
+        (1, BLOCK, LEAST_HEIGHT, torch.float32), (1, BLOCK - 1, LEAST_HEIGHT, torch.float16),
+        (1, BLOCK, LEAST_HEIGHT + 1, torch.float16), (1, BLOCK, LEAST_HEIGHT - ROWS, torch.float16),
     ],
 )  # fmt: skip
-def test_other_products_are_those_of_torch(rows: int, width: int, height: int, dtype: torch.dtype) -> None:
+def test_other_products_are_those_of_torch(
+    rows: int, width: int, height: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_product, "_row_product", None)
     x, weight, bias = torch.randn(rows, width), torch.randn(height, width), torch.randn(height)
     x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
     for added in (None, bias):
@@ -80,7 +85,7 @@ def test_other_products_are_those_of_torch(rows: int, width: int, height: int, d
 
 
 def test_rows_that_do_not_lie_together_are_torchs() -> None:
-    turned = torch.randn(BLOCK, ROWS).half().t()
+    turned = torch.randn(BLOCK, LEAST_HEIGHT).half().t()
     x = torch.randn(1, BLOCK).half()
     assert linear(x, turned, None).equal(F.linear(x, turned))
     with pytest.raises(RuntimeError, match="shapes"):
