@@ -13,7 +13,7 @@ PARTS = {
     "attention": r"^_attend|attend_hopper",
     "merge": r"^_merge",
     "split-K sum": r"splitK_?reduce",
-    "products": r"nvjet|gemm|gemv|cutlass|xmma|wgmma",
+    "products": r"^_row_product|nvjet|gemm|gemv|cutlass|xmma|wgmma",
     "norm": r"norm_rows",
     "activation": r"^_activate",
     "KV write": r"^_prepare_and_store",

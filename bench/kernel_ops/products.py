@@ -16,6 +16,8 @@ from kernel_ops.cublaslt import Lt
 from kernel_ops.decode_steps import NOW, PRODUCTS, Steps, in_parts
 
 from pensieve.engine.worker.program import preferred_blas
+from pensieve.kernels.row_product import linear
+from pensieve.model.ops import Product
 
 Row = dict[str, Any]
 REPLAYS = 5
@@ -51,7 +53,8 @@ def rows(steps: Steps, batch: int, bandwidth: float) -> list[Row]:
     for name, weights in weights_of(steps).items():
         turned = [weight.t().contiguous() for weight in weights]
         x = torch.randn(batch, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
-        contenders: dict[str, Contender] = {NOW: _by(partial(preferred_blas, batch, x.device), x, weights)}
+        chosen = partial(preferred_blas, batch, x.device)
+        contenders: dict[str, Contender] = {NOW: _by(chosen, x, weights, linear)}
         contenders |= {each: _by(setting, x, weights) for each, setting in settings().items()}
         contenders["weights turned"] = _turned(x, turned)
         contenders |= {f"{parts} parts": _parted(x, weights, parts) for parts in PARTS}
@@ -90,11 +93,14 @@ def survey(steps: Steps, batch: int) -> list[Row]:
 
 
 def _by(
-    setting: Callable[[], AbstractContextManager[object]], x: torch.Tensor, weights: list[torch.Tensor]
+    setting: Callable[[], AbstractContextManager[object]],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    product: Product = F.linear,
 ) -> Contender:
     def call(number: int) -> object:
         with setting():
-            return F.linear(x, weights[number])
+            return product(x, weights[number], None)
 
     return call
 
