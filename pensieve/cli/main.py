@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 bad option, 130 interrupted. Errors go to stderr
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import io
 import os
@@ -233,6 +234,7 @@ def serve(
         raise click.UsageError("the working folder no longer exists: change to another one") from None
     if until_stdin_ends:
         terminate_on_eof(0)
+    gc.disable()  # imports make many objects and hardly any garbage: to look for it takes a sixth of them
     try:
         app = importlib.import_module("pensieve.server.app")
     except ImportError as error:

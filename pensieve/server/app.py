@@ -330,6 +330,8 @@ async def _serve_until_signal(app: App, signals: asyncio.Queue[signal.Signals]) 
 def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:
     """Serve until SIGTERM or SIGINT. Return the exit status: 0 after a drain, 1 or 2 when the server cannot start.
     ``builder`` names the function that builds the engine (``pensieve.engine.process.host``); tests use others."""
+    gc.freeze()  # what imports have made stays: no collection need walk through it
+    gc.enable()  # the command imports this module without it
     os.umask(0o077)
     if debug_enabled():
         options = msgspec.structs.replace(options, log_level="debug")

@@ -59,13 +59,15 @@ READER, NAMES = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tenso
 
 def _oracle() -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = AutoConfig.for_model(**load_gguf_checkpoint(str(SMOLLM2_FILE))["config"])
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     tensors = load_gguf_checkpoint(str(SMOLLM2_FILE), return_tensors=True, model_to_load=empty)["tensors"]
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     return model.eval()

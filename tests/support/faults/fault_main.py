@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
-import msgspec
 
-from pensieve.options.serve import ServeOptions
-from pensieve.server.app import run
-from support.faults.fault_engine import BUILDER
-from support.service.kept_tokenizer import use_kept_tokenizers
+def main(options: str) -> int:
+    """Serve to the end; return the exit status."""
+    gc.disable()  # before the imports, as the command does
+    import msgspec
+
+    from pensieve.options.serve import ServeOptions
+    from pensieve.server.app import run
+    from support.faults.fault_engine import BUILDER
+    from support.service.kept_tokenizer import use_kept_tokenizers
+
+    use_kept_tokenizers()
+    return run(msgspec.json.decode(options.encode(), type=ServeOptions), builder=BUILDER)
+
 
 if __name__ == "__main__":
-    use_kept_tokenizers()
-    status = run(msgspec.json.decode(sys.argv[1].encode(), type=ServeOptions), builder=BUILDER)
+    status = main(sys.argv[1])
     assert "torch" not in sys.modules, "the front end must not import torch"
     sys.exit(status)

@@ -21,7 +21,8 @@ from support.service.kept_tokenizer import write_kept_folder
 START_LIMIT_S = 60.0
 
 _PROGRAM = """
-import json, sys, threading
+import gc, json, sys, threading
+gc.disable()  # as the command does
 import msgspec
 from pensieve.options.serve import ServeOptions
 from pensieve.server.app import run
