@@ -5,13 +5,11 @@
 ``llama-2-13b-gqaN`` and ``tiny-llama-gqaN`` take any number N of KV heads that divides the query heads (40 and 8).
 
 For ``pensieve serve --model FOLDER --load-format dummy``. The tokenizer is the demo model's: it knows fewer ids than
-the model has. Ids that it does not know are valid input and valid output; their text is empty. With
-``--fill-vocabulary`` it knows all: the others are made of two pieces of words each.
+the model has. Ids that it does not know are valid input and valid output; their text is empty.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -43,7 +41,7 @@ def shape_config(name: str) -> dict[str, Any]:
     return config | {"num_key_value_heads": int(heads)}
 
 
-def make(name: str, folder: Path, context_limit: int = 0, *, fill_vocabulary: bool = False) -> Path:
+def make(name: str, folder: Path, context_limit: int = 0) -> Path:
     """Write the folder; ``context_limit`` replaces the shape's own. Raises ValueError on an unknown shape."""
     config = shape_config(name)
     if context_limit:
@@ -52,23 +50,7 @@ def make(name: str, folder: Path, context_limit: int = 0, *, fill_vocabulary: bo
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     for file in TOKENIZER_FILES:
         shutil.copyfile(Path(demo.__file__).parent / "model" / file, folder / file)
-    if fill_vocabulary:
-        _fill_vocabulary(folder / "tokenizer.json", config["vocab_size"])
     return folder
-
-
-def _fill_vocabulary(path: Path, size: int) -> None:
-    """Add merges of two word pieces to a byte-level BPE tokenizer until it has ``size`` tokens."""
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
-    words = [piece for piece in vocab if piece.isascii() and piece.isalpha()]
-    for first, second in itertools.product(words, words):
-        if len(vocab) >= size:
-            break
-        if first + second not in vocab:
-            vocab[first + second] = len(vocab)
-            merges.append([first, second])
-    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
 
 
 @click.command()
@@ -76,11 +58,10 @@ def _fill_vocabulary(path: Path, size: int) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--context-limit", type=click.IntRange(min=0), default=0, metavar="N",
               help="Positions; default: the shape's own.")  # fmt: skip
-@click.option("--fill-vocabulary", is_flag=True, help="Text for all of the model's ids.")
-def main(shape: str, folder: Path, context_limit: int, fill_vocabulary: bool) -> None:
+def main(shape: str, folder: Path, context_limit: int) -> None:
     """Make FOLDER for the model SHAPE."""
     try:
-        click.echo(make(shape, folder, context_limit, fill_vocabulary=fill_vocabulary))
+        click.echo(make(shape, folder, context_limit))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="SHAPE") from error
 

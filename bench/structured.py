@@ -3,7 +3,6 @@
 ``masks`` needs no model. ``steps`` runs the whole engine on random weights, with none, half or all of the requests
 under a grammar, and with all under penalties. The kinds alternate, and steps count while all requests decode.
 ``hostile`` runs plain requests beside plain ones, and beside ones whose grammars cost as much as the limits allow.
-``hostile-server`` does so with a real server and its callers, who also send schemas that are slow to compile.
 
 The vocabulary is made here: pieces of letters, digits and punctuation, as many as the model has. ``--tokenizer`` takes
 that of a model folder for ``masks``.
@@ -26,7 +25,6 @@ from typing import Any, Literal
 
 import click
 import dummy_model
-import hostile_server
 import numpy as np
 from common.engine_steps import CHUNK
 from common.provenance import commit, gpu_name, portable, table, write_report
@@ -47,7 +45,7 @@ from pensieve.machine import usable_cores
 from pensieve.tokenizer.folder import read_folder
 from pensieve.tokenizer.matching import grammar_tokenizer
 
-SECTIONS = ("masks", "steps", "hostile", "hostile-server")
+SECTIONS = ("masks", "steps", "hostile")
 WALKS = 20
 """Answers over which masks are measured."""
 HOSTILE = 8
@@ -279,12 +277,11 @@ class Unowned:
 @click.option("--rows", default=64, help="Requests of a step.")
 @click.option("--context", default=1024, help="Tokens of each request.")
 @click.option("--repeats", default=5)
-@click.option("--seconds", default=20.0, help="Of each load of hostile-server.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"))
 @click.option("--name", default="structured", help="Name of the report's files.")
 def main(
     sections: tuple[str, ...], tokenizer: Path | None, vocab: int, shape: str, device: Literal["cpu", "cuda"],
-    rows: int, context: int, repeats: int, seconds: float, out: Path, name: str,
+    rows: int, context: int, repeats: int, out: Path, name: str,
 ) -> None:  # fmt: skip
     """Time grammars on this machine."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -308,10 +305,6 @@ def main(
                 for section, measure in on_engine.items():
                     if not sections or section in sections:
                         found[section] = measure(worker, options, rows, context, repeats)
-    if not sections or "hostile-server" in sections:
-        with tempfile.TemporaryDirectory() as below:
-            model = dummy_model.make(shape, Path(below), fill_vocabulary=True)
-            found["hostile-server"] = hostile_server.rows(str(model), device, seconds, repeats)
     report = {
         "schema": "pensieve.structured/1", "command": portable(["python", *sys.argv]), "commit": commit(),
         "device": gpu_name(), "shape": shape, "sections": found,

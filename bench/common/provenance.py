@@ -34,11 +34,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines + ["| " + " | ".join(str(row.get(name, "")) for name in names) + " |" for row in rows]
 
 
-def driver_version() -> str:
-    """The version of the NVIDIA driver; empty without one."""
-    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-
-
 def write_report(folder: Path, name: str, report: Mapping[str, Any], lines: Sequence[str]) -> None:
     """Write ``name``.json and, with ``lines``, ``name``.md below ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,11 +15,11 @@ NOISE = ([1, 2, 3], random.Random(1).sample(range(10, 100_000), 400))
 
 def test_drafts_gain_what_is_right_less_what_the_host_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load_bench("drafts", monkeypatch)
-    free, dear = (bench.virtual_row([LOOP] * 4, 2, host, (0.01, 0.0, 0.0), 4) for host in (0.0, 0.005))
+    free, dear = (bench.virtual_row([LOOP] * 4, 2, host, (0.01, 0.0, 0.0, 0.0), 4) for host in (0.0, 0.005))
     assert free["÷ without"] == pytest.approx(free["tokens a step"], rel=0.01) and free["tokens a step"] > 5
     assert (free["gap ms"], dear["gap ms"]) == (0, pytest.approx(5 * dear["steps with drafts"], rel=0.1))
     assert dear["÷ without"] == pytest.approx(dear["tokens a step"] / (1 + dear["gap ms"] / 10), rel=0.01)
-    noise = bench.virtual_row([NOISE] * 4, 2, 0.005, (0.01, 0.0, 0.0), 4)
+    noise = bench.virtual_row([NOISE] * 4, 2, 0.005, (0.01, 0.0, 0.0, 0.0), 4)
     assert noise["÷ without"] == 1 and noise["drafts a step"] == 0
 
 
@@ -29,7 +29,7 @@ def test_a_lone_draft_must_be_worth_two_waits(monkeypatch: pytest.MonkeyPatch) -
     noise = iter(range(100, 10_000))
     answer = [token for _ in range(60) for token in (*itertools.islice(noise, 12), 1, 2, 3, 4)]
     cheap, dear = (
-        bench.virtual_row([([5, 6], answer)], 1, host, (0.01, 0.0, 0.0), 1) for host in (0.002, 0.008)
+        bench.virtual_row([([5, 6], answer)], 1, host, (0.01, 0.0, 0.0, 0.0), 1) for host in (0.002, 0.008)
     )
     assert cheap["tokens a step"] > 1.05 and cheap["÷ without"] > 1
     assert dear["÷ without"] > 0.98

@@ -63,7 +63,6 @@ SLOWEST = (
     "tests/faults/test_two_servers.py",
     "tests/cli/test_complaints.py",
     "tests/bench/test_evaluate_jobs.py",
-    "tests/bench/test_structured_load.py",
     "tests/replay_presentation/test_compare.py",
     "tests/chat/test_terminal.py",
     "tests/e2e/test_sharing.py",
