@@ -22,7 +22,7 @@ from pensieve.core import FinishReason, Sampling, SessionKey, pack_tokens
 from pensieve.engine.cache.chunk import Slice
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.tiers import Tiers
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Output, Submit
 from pensieve.engine.plan import Plan, SampleSpec, StepResult

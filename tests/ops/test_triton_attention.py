@@ -104,8 +104,8 @@ def test_a_step_beyond_the_capacity_is_refused() -> None:
     host = make_spans([1, 1], [3, 5], [0, 1])
     plan = AttentionPlan.from_spans(host, 60, geometry, torch.device("cpu"), capacity=Capacity(12, 0, 0, 0))
     before = plan.words.clone()
-    with pytest.raises(ValueError, match="needs wide=1, the plan holds 0"):
-        plan.refill(make_spans([60], [0], [0]))
+    with pytest.raises(ValueError, match="needs narrow=60, the plan holds 12"):
+        plan.refill(make_spans([1] * 60, [0] * 60, range(60)))
     assert torch.equal(before, plan.words)
 
 
