@@ -447,6 +447,33 @@ def test_a_step_without_drafts_is_measured_again() -> None:
     assert costs.first_draft(8) < 0.25
 
 
+def test_a_slow_step_does_not_end_drafts_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CacheManager(CacheConfig(device_chunks=8, host_chunks=0), FREE)
+    drafting = Drafting(SchedulerConfig(64, max_drafts=8), cache, 64)
+    monkeypatch.setattr(
+        drafting, "_propose", lambda requests, budget, price: [_Proposal(Mock(), 0, [1], 0.5)]
+    )
+    monkeypatch.setattr(drafting, "_reserve", lambda proposals, now: dict.fromkeys(range(len(proposals))))
+    eight = [Mock()] * 8
+
+    def steps(count: int) -> int:
+        """Return how many of the steps had drafts."""
+        found = 0
+        for _ in range(count):
+            drafts = len(drafting.plan(eight, 8, 0.0))
+            found += drafts > 0
+            decoded(drafting.costs, 8, drafts)
+        return found
+
+    for _ in range(50):
+        decoded(drafting.costs, 8, 0)
+    assert steps(50) == 50
+    drafting.costs.on_step(8, 1, 60.0)
+    assert steps(COMPARED_AFTER) == 0
+    steps(3 * COMPARED_AFTER)
+    assert steps(50) >= 49  # all but one that is compared
+
+
 @pytest.mark.parametrize(("gains", "taken"), [((0.5, 0.5), 0), ((0.5, 0.9), 2), ((1.5, 0.2), 2)])
 def test_drafts_must_gain_what_the_first_one_costs(gains: tuple[float, ...], taken: int) -> None:
     drafting = Drafting(

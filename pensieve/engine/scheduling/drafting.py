@@ -67,11 +67,13 @@ class Drafting:
         self.requests = self.pages = 0
         if not self.most or self.costs.should_compare:
             return {}
-        proposals = self._propose(requests, min(budget, self.most))
-        return self._reserve(self._worthwhile(proposals, len(requests)), now) if proposals else {}
+        price = 0.0 if self.costs.should_try else self.costs.price(len(requests))
+        proposals = self._propose(requests, min(budget, self.most), price)
+        if proposals and not self.costs.should_try:
+            proposals = self._worthwhile(proposals, len(requests))
+        return self._reserve(proposals, now) if proposals else {}
 
-    def _propose(self, requests: Collection[Request], budget: int) -> list[_Proposal]:
-        price = self.costs.price(len(requests))
+    def _propose(self, requests: Collection[Request], budget: int, price: float) -> list[_Proposal]:
         proposals: list[_Proposal] = []
         for request in requests:
             if budget <= 0:

@@ -62,7 +62,7 @@ _DECAY: Final = 0.98
 _ADDED: Final = 1e-6, 1e-6, 1e-6, 1e-4
 """Shares of the diagonal that are added to it. What could be the price of drafts or of the first one is the price."""
 COMPARED_AFTER: Final = 250
-"""Steps with drafts until one without them shows again what it takes."""
+"""Steps of one kind, with drafts or without, until one of the other shows again what it takes."""
 _WAIT_DECAY: Final = 0.998
 """The cost of a wait is forgotten more slowly: few steps show it, and each trial costs as much."""
 _EXPECTED_WAITS: Final = 0.2
@@ -239,6 +239,12 @@ class StepCosts:
     def should_compare(self) -> bool:
         """Whether the next step should have no drafts, since what one takes without them was seen too long ago."""
         return self._since[False] >= COMPARED_AFTER
+
+    @property
+    def should_try(self) -> bool:
+        """Whether the next step should have drafts whatever they cost, since that was seen too long ago. Otherwise one
+        slow step could end them for good."""
+        return self._since[True] >= COMPARED_AFTER
 
     def price(self, requests: int) -> float:
         """Return the least chance that a draft must have in a step of ``requests`` requests: (seconds per draft) ÷
