@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import click
-from common.servers import StandIn, cpu_seconds, stand_in
+from common.servers import cpu_seconds, stand_in
 from stand_ins.front_end_engine import STEP_VARIABLE
 
 from pensieve.replay.load.schedule import Due, Script
@@ -28,14 +27,6 @@ from pensieve.replay.targets.grpc_target import PensieveTarget
 
 ENGINE = "stand_ins/front_end_engine.py"
 RAMP_S = 1.0
-
-
-@contextmanager
-def server(step_ms: float, store: str, *options: str) -> Iterator[StandIn]:
-    """A server in front of the engine without a model."""
-    environment = {STEP_VARIABLE: str(step_ms)}
-    with stand_in(ENGINE, *options, store=store, environment=environment, kill=False) as found:
-        yield found
 
 
 def streams_of(count: int, turn: TurnLengths, turns: int) -> list[Script]:
@@ -61,7 +52,8 @@ def measure(
     """One number of streams, on a server of its own."""
     turns = max(1, round(seconds / (turn.output_tokens * step_ms / 1e3)))
     load = streams_of(streams, turn, turns)
-    with server(step_ms, store) as running:
+    environment = {STEP_VARIABLE: str(step_ms)}
+    with stand_in(ENGINE, store=store, environment=environment, kill=False) as running:
         before = cpu_seconds(running.pid)
         outcome = asyncio.run(play(running.address, load, processes))
         used = cpu_seconds(running.pid) - before

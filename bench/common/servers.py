@@ -23,7 +23,6 @@ START_LIMIT_S = 60.0
 class StandIn:
     pid: int
     address: str
-    admin: str
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def stand_in(
             env=child_environment(failpoints=False) | environment,
         ) as process:  # fmt: skip
             try:
-                yield StandIn(process.pid, *wait_ready(process, START_LIMIT_S))
+                yield StandIn(process.pid, wait_ready(process, START_LIMIT_S)[0])
             finally:
                 process.kill() if kill else process.terminate()
 
