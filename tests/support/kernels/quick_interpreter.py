@@ -65,7 +65,11 @@ def _known_dtype(dtype: Any) -> Any:
 def _known_block(cls: Any, element_ty: Any, shape: Any) -> Any:
     """The one type of blocks of this shape and these elements."""
     space = getattr(element_ty, "address_space", None)
-    key = (element_ty.name, space, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
+    key = (
+        element_ty.name,
+        space,
+        *(size.value if isinstance(size, tl.constexpr) else size for size in shape),
+    )
     if key not in _blocks:
         _blocks[key] = object.__new__(cls)
     return _blocks[key]
