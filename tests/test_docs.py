@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pensieve.demo.run import demo
 from pensieve.options.table import OPTIONS
 from pensieve.v1 import pensieve_pb2
 from support import structure
-from support.sources import LINKS, ROOT, files, python_files, tree
+from support.sources import LINKS, ROOT, files, nodes, python_files
 
 PAGES = [path for path in files() if path.parts[0] == "docs" and path.suffix == ".md"]
 WALKS = [path for path in PAGES if path.name.startswith("life-of-")]
@@ -31,13 +32,14 @@ def spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
+@cache
 def definitions() -> tuple[set[str], dict[str, set[str]]]:
     """Every name that a module defines, and of each class what it and its bases in the tree define."""
     names: set[str] = set()
     members: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
     for path in python_files("pensieve", *LINKS.values()):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 inside = members.setdefault(node.name, set())
                 bases.setdefault(node.name, set()).update(

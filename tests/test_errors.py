@@ -12,7 +12,7 @@ import pytest
 from pensieve import errors, rpc_status
 from pensieve.client._retry import Verdict, verdict
 from pensieve.errors import BY_CODE, PensieveError
-from support.sources import python_files, tree
+from support.sources import nodes, python_files
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 ERRORS = {
@@ -77,7 +77,7 @@ def raised() -> Iterator[tuple[str, str, str]]:
     for path in python_files("pensieve", "store"):
         if "v1" in path.parts:
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else ""

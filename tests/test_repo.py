@@ -18,7 +18,7 @@ import pensieve
 from pensieve.cli import main as cli
 from pensieve.options.table import OPTIONS
 from support import lengths, structure
-from support.sources import LINKS, ROOT, files, python_files, tree
+from support.sources import LINKS, ROOT, files, nodes, python_files, tree
 
 TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy", "docs", "examples"}
 TOP_FILES = {"pyproject.toml", "README.md", "Makefile", "LICENSE", "MANIFEST.in", "constraints.txt"}
@@ -137,7 +137,7 @@ def test_no_cancellation_can_be_forgotten() -> None:
     forgetful = [
         f"{path}:{node.lineno}"
         for path in python_files("pensieve", "store", "bench", "examples", "deploy")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and node.attr == "wait_for"
         and isinstance(node.value, ast.Name)
@@ -149,7 +149,7 @@ def test_no_cancellation_can_be_forgotten() -> None:
 def test_function_lengths() -> None:
     too_long = {}
     for path in python_files():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
@@ -160,13 +160,12 @@ def test_function_lengths() -> None:
 def test_only_named_modules_read_the_environment() -> None:
     readers = set()
     for path in python_files("pensieve", "kernels", "store"):
-        nodes = list(ast.walk(tree(path)))
         written = {
             node.value
-            for node in nodes
+            for node in nodes(path)
             if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
         }
-        for node in nodes:
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in (
                 "os.environ",
                 "os.getenv",
@@ -180,7 +179,7 @@ def test_only_named_modules_read_the_environment() -> None:
 
 def test_no_swallowed_errors() -> None:
     for path in python_files():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 assert node.type is not None, f"{path}:{node.lineno}: bare except"
                 broad = ast.unparse(node.type) in ("Exception", "BaseException")

@@ -14,7 +14,7 @@ from pensieve import logs
 from pensieve.event_names import EVENT_NAMES
 from pensieve.logs import JsonFormatter, TextFormatter, ThreadedHandler, ThreadedWriter
 from support.faults.pipes import fill
-from support.sources import python_files, tree
+from support.sources import nodes, python_files
 
 
 def record(**extra: object) -> logging.LogRecord:
@@ -91,7 +91,7 @@ def test_events_keep_their_names() -> None:
     logged = {
         node.value
         for path in python_files("pensieve", "store", "kernels")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if path.name != "event_names.py" and isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     assert set(EVENT_NAMES) <= logged

@@ -37,7 +37,7 @@ def foreign_writes(module: str, source: ast.Module, owners: Mapping[str, str] = 
             if owners.get(node.attr, module) != module and not of_self:
                 yield f"{node.lineno}: {ast.unparse(node)} is written"
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
             names = {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
             if called in ("setattr", "__setattr__", "delattr") and any(
                 owners.get(str(name), module) != module for name in names

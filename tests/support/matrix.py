@@ -13,12 +13,13 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from support.matrix_rows import GROUPS, ROWS, UNTESTED  # noqa: E402
-from support.sources import ROOT, python_files, tree  # noqa: E402
+from support.sources import ROOT, nodes, python_files  # noqa: E402
 
 PAGE = ROOT / "docs" / "faults.md"
 HEAD = """# Faults, promises, and the tests that provoke them
@@ -52,17 +53,18 @@ def _rows(decorator: ast.expr) -> Iterator[int]:
             yield argument.value
 
 
-def provoked() -> list[Provoked]:
+@cache
+def provoked() -> tuple[Provoked, ...]:
     """All markers of all tests."""
     found = []
     for path in python_files("tests"):
         if not path.name.startswith("test_"):
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 rows = [row for decorator in node.decorator_list for row in _rows(decorator)]
                 found += [Provoked(row, path, node.name) for row in rows]
-    return sorted(found)
+    return tuple(sorted(found))
 
 
 def page() -> str:

@@ -63,6 +63,23 @@ def tree(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The nodes of one source in the order of ``ast.walk``, made once for all tests.
+
+    Left out: whether a name is read or written, which is a node of its own below each name.
+    """
+    found: list[ast.AST] = [tree(path)]
+    for node in found:
+        for name in node._fields:
+            below = getattr(node, name)
+            if isinstance(below, list):
+                found += [one for one in below if isinstance(one, ast.AST)]
+            elif isinstance(below, ast.AST) and not isinstance(below, ast.expr_context):
+                found.append(below)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported name; ``lazy``: inside a function."""
@@ -80,16 +97,24 @@ def imports(path: Path) -> tuple[Import, ...]:
 
 
 def _found(node: ast.AST, lazy: bool) -> Iterator[Import]:
-    inside: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    inside: Iterable[ast.AST] = _blocks(node)
     if isinstance(node, ast.Import):
         yield from (Import(alias.name, None, lazy, node.lineno) for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.level == 0:
         yield from (Import(node.module or "", alias.name, lazy, node.lineno) for alias in node.names)
     elif isinstance(node, ast.If) and _is_type_checking(node.test):
         inside = node.orelse
-    lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     for child in inside:
         yield from _found(child, lazy)
+
+
+def _blocks(node: ast.AST) -> Iterator[ast.AST]:
+    """What holds statements below a node, and the statements themselves: an expression holds none."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        below = getattr(node, name, None)
+        if isinstance(below, list):
+            yield from below
 
 
 def _is_type_checking(test: ast.expr) -> bool:
