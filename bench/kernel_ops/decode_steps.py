@@ -1,8 +1,8 @@
 """One decode step of a model with dummy weights, in several ways that take turns.
 
-A way is a setting of torch's products or another end of a block. Each gets a program of its own, as the worker makes
-them, captured in a CUDA graph; all share weights, pages and scratch. Without a GPU a program just runs, under Triton's
-interpreter: for a smoke test.
+A way is a setting of torch's products, or a kernel that is left out. Each gets a program of its own, as the worker
+makes them, captured in a CUDA graph; all share weights, pages and scratch. Without a GPU a program just runs, under
+Triton's interpreter: for a smoke test.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import ClassVar
 from unittest import mock
 
 import numpy as np
@@ -30,26 +29,12 @@ from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.kinds import StepKind
 from pensieve.kernels.attention.plan import geometry_of
 from pensieve.kernels.attention.work_lists import make_work_lists
-from pensieve.kernels.sum_norm import sum_add_norm
-from pensieve.model.collective import BufferIndex
 from pensieve.model.folder import load_arch
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
-from pensieve.model.weights import Linear, NormWeights, load_weights
+from pensieve.model.weights import Linear, load_weights
 
 CHUNK = 32
-MATMUL = torch.backends.cuda.matmul
-
-
-class AddedByProduct(Transformer):
-    """A block's end whose product adds to the residual itself, before anything is rounded."""
-
-    def _end_block(
-        self, slot: BufferIndex, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert linear.bias is None, "for models without biases"
-        x.addmm_(block, linear.weight.t())
-        return x, self.ops.norm(x, norm.weight, norm.bias, self.arch.norm_eps)
 
 
 class LibraryRow(Transformer):
@@ -57,34 +42,6 @@ class LibraryRow(Transformer):
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return torch.nn.functional.linear(x, linear.weight, linear.bias)
-
-
-def in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
-    """``x`` [B, K] times ``weight`` [N, K] transposed as that many products over a part of K each, [parts, B, N]."""
-    (rows, inner), width = x.shape, len(weight)
-    left = x.reshape(rows, parts, inner // parts).transpose(0, 1)
-    return torch.bmm(left, weight.view(width, parts, inner // parts).permute(1, 2, 0))
-
-
-class InParts(Transformer):
-    """A block's end whose product is split by hand, its parts added up in the kernel of the sum and the norm."""
-
-    parts: ClassVar[int] = 2
-
-    def _end_block(
-        self, slot: BufferIndex, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert linear.bias is None, "for models without biases"
-        parts = list(in_parts(block, linear.weight, self.parts).unbind(0))
-        nobody = torch.empty(len(x), dtype=torch.int32, device=x.device)  # to wait for
-        eps = self.arch.norm_eps
-        return x, sum_add_norm(
-            x, parts, [nobody] * self.parts, nobody, 0, norm.weight, norm.bias, eps, sync=False
-        )
-
-
-class InFourParts(InParts):
-    parts = 4
 
 
 @contextlib.contextmanager
@@ -98,17 +55,6 @@ def library(name: str) -> Iterator[None]:
             yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
-
-
-@contextlib.contextmanager
-def exact_reductions() -> Iterator[None]:
-    """Products that are split add up their parts in float32."""
-    before = MATMUL.allow_bf16_reduced_precision_reduction
-    MATMUL.allow_bf16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        MATMUL.allow_bf16_reduced_precision_reduction = before
 
 
 def without_merge() -> AbstractContextManager[object]:
@@ -130,7 +76,6 @@ NOW = "now"
 PRODUCTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "cuBLAS": lambda: library("cublas"),
     "cuBLASLt": lambda: library("cublaslt"),
-    "float32 split-K": exact_reductions,
 }
 """Settings of torch's products."""
 WAYS = {
@@ -138,9 +83,6 @@ WAYS = {
     "no merge (wrong)": Way(without_merge, right=False),
     **{name: Way(setting) for name, setting in PRODUCTS.items()},
     "torch's row": Way(model=LibraryRow),
-    "residual in product": Way(model=AddedByProduct),
-    "2 parts, sum in norm": Way(model=InParts),
-    "4 parts, sum in norm": Way(model=InFourParts),
 }
 
 
@@ -153,10 +95,9 @@ class Steps:
     """A model, its pages, and the steps of one context length that are timed on it."""
 
     def __init__(
-        self, folder: Path, device: str, dtype: torch.dtype, context: int, batches: tuple[int, ...],
-        kinds: tuple[StepKind, ...] = (StepKind.NARROW,),
-    ) -> None:  # fmt: skip
-        """``batches``: tokens of the steps that there will be, and ``kinds``: of what kinds."""
+        self, folder: Path, device: str, dtype: torch.dtype, context: int, batches: tuple[int, ...]
+    ) -> None:
+        """``batches``: requests of the steps that there will be."""
         self.arch = load_arch(folder)
         self.device, self.context = torch.device(device), context
         weights = load_weights(folder, self.arch, dtype=dtype, device=device, load_format="dummy")
@@ -171,11 +112,7 @@ class Steps:
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=dtype, device=device)
         self.geometry = geometry_of(qkv[:, : arch.num_heads], self._pool[0])
-        rows = max(
-            self._capacity(size, kind).partial_rows
-            for size in (*batches, *map(other_size, batches))
-            for kind in kinds
-        )
+        rows = max(self._capacity(size).partial_rows for size in (*batches, *map(other_size, batches)))
         self.scratch = Scratch(rows, self.geometry, self.device)
         self._stream = torch.cuda.Stream() if self.on_gpu else None
         self._memory = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -205,18 +142,14 @@ class Steps:
 
     def made(self, way: Way, size: int) -> Callable[[], None]:
         """What runs the step of ``size`` decodes that way."""
-        return self.program(way, self.batch(size), size, StepKind.NARROW)
-
-    def program(self, way: Way, batch: CudaBatch, tokens: int, kind: StepKind) -> Callable[[], None]:
-        """What runs a step that way, in a program for so many tokens."""
+        batch = self.batch(size)
         sampled, logits, finite = self._kept
         shared = SharedState(
             model=way.model(self.arch, self._weights, triton_ops()), pool=self._pool, wait=lambda layer: None,
             sampled=sampled, logits=logits, finite=finite, scratch=self.scratch, geometry=self.geometry,
         )  # fmt: skip
-        samples = min(tokens, len(sampled))
         program = StepProgram(
-            shared, ProgramSize(tokens, samples, len(batch.pages), kind, (self._capacity(tokens, kind),))
+            shared, ProgramSize(size, size, len(batch.pages), StepKind.NARROW, (self._capacity(size),))
         )
         staging = torch.zeros(program.words, dtype=torch.int32, pin_memory=self.on_gpu)
         words = program.pack(batch, staging.numpy())
@@ -236,9 +169,9 @@ class Steps:
 
         return run
 
-    def _capacity(self, tokens: int, kind: StepKind) -> Capacity:
+    def _capacity(self, tokens: int) -> Capacity:
         """As the worker's graphs have it: for contexts of any length."""
-        return capacity_for(kind, tokens, tokens, self.arch.context_limit, self.geometry)
+        return capacity_for(StepKind.NARROW, tokens, tokens, self.arch.context_limit, self.geometry)
 
     def merges(self, size: int) -> int:
         """Rows that the pieces of a step are merged for, for each KV head."""
