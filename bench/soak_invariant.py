@@ -7,15 +7,13 @@
 
 The load is that of ``bench/soak/soak.py``, with edits, forks, candidates, and greedy and drawn answers. The stateless
 server repeats each conversation from its beginning: the same texts, seeds and choices. The report counts the tokens and
-log-probabilities that differ, and the tokens of context by the place in which the first server found them. Then the
-same load runs on servers with and without ``--invariant`` in turns, which gives the mode's cost. The program fails if
-anything differs, or if one of the ways to restore a context was never taken.
+log-probabilities that differ, and the tokens of context by the place in which the first server found them. The program
+fails if anything differs, or if one of the ways to restore a context was never taken.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import sys
 import tempfile
 import time
@@ -298,49 +296,8 @@ class Load:
     seed: int
 
 
-async def play(server: ServerProcess, load: Load, seconds: float) -> Soak:
-    """Greedy turns alone, without a second server; all sessions are deleted at the end."""
-    async with AsyncClient(server.target) as client:
-        soak = Beginnings(client, Random(load.seed), load.sessions, load.longest, load.outputs)
-        until = time.monotonic() + seconds
-        await asyncio.gather(*(soak.talk(until) for _ in range(load.clients)))
-        for session in soak.idle:
-            await session.delete()
-        return soak
-
-
-def cost(
-    servers: Mapping[str, ServerProcess], load: Load, rounds: int, seconds: float
-) -> list[dict[str, Any]]:
-    """Play the load on each server in turns. One row per round, and the ratio of the medians in the last."""
-    for server in servers.values():
-        asyncio.run(play(server, load, min(seconds, 5)))  # the first steps of each shape
-    rows = []
-    for number in range(rounds):
-        row: dict[str, Any] = {"round": number + 1}
-        # Neither server is always the first of a round.
-        for name in sorted(servers, reverse=bool(number % 2)):
-            began = time.monotonic()
-            soak = asyncio.run(play(servers[name], load, seconds))
-            row[f"{name} turns/s"] = round(soak.turns / (time.monotonic() - began), 3)
-            row[f"{name} latency s"] = round(statistics.median(soak.latencies_s), 4)
-            errors = {
-                **soak.errors,
-                **({"wrong receipts": soak.wrong_receipts} if soak.wrong_receipts else {}),
-            }
-            if errors:
-                raise click.ClickException(f"the {name} server failed: {errors}")
-        rows.append(row)
-        click.echo(row)
-    ratio: dict[str, Any] = {"round": "ratio"}
-    for what in ("turns/s", "latency s"):
-        one, other = (statistics.median(row[f"{name} {what}"] for row in rows) for name in servers)
-        ratio[f"invariant {what}"] = round(one / other, 3)
-    return [*rows, ratio]
-
-
 @click.command(context_settings={"show_default": True})
-@click.option("--minutes", default=5.0, help="Of the comparison; 0: measure the cost alone.")
+@click.option("--minutes", default=5.0, help="Of the load.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
 @click.option("--dtype", default="bfloat16", type=click.Choice(["float32", "bfloat16", "float16"]))
 @click.option("--shape", default="tiny-llama-gqa8", help="A shape of bench/dummy_model.py.")
@@ -352,16 +309,13 @@ def cost(
 @click.option("--outputs", default=24, help="Tokens of an answer, on average.")
 @click.option("--threads", default=1)
 @click.option("--seed", default=1)
-@click.option("--rounds", default=3, help="Of the cost; 0: do not measure it.")
-@click.option("--seconds", default=20.0, help="Of each server in each round of the cost.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build"))
 @click.option("--name", default="soak_invariant")
 def main(
     minutes: float, device: str, dtype: str, shape: str, device_cache: str, host_cache: str, sessions: int,
-    clients: int, longest: int, outputs: int, threads: int, seed: int, rounds: int, seconds: float, out: Path,
-    name: str,
+    clients: int, longest: int, outputs: int, threads: int, seed: int, out: Path, name: str,
 ) -> None:  # fmt: skip
-    """Repeat the turns of an invariant server on a stateless one, and measure the mode's cost."""
+    """Repeat the turns of an invariant server on a stateless one."""
     load = Load(sessions, clients, longest, outputs, seed)
     with tempfile.TemporaryDirectory() as folder:
         ordinary = [
@@ -369,7 +323,6 @@ def main(
             *("--device", device, "--dtype", dtype, "--store", "memory:", "--threads", str(threads)),
             *("--device-cache", device_cache, "--max-wait", "0", "--cost-profile", "estimate"),
         ]
-        tiers = [*ordinary, "--host-cache", host_cache]
         report: dict[str, Any] = {
             "schema": "pensieve.soak-invariant/1", "command": portable(["python", *sys.argv]), "commit": commit(),
             "device": gpu_name() if device == "cuda" else device, "shape": shape, "dtype": dtype,
@@ -377,21 +330,13 @@ def main(
         lines = [
             f"`{report['command']}`", "", f"{shape}, {dtype}, {report['device']}, commit {report['commit']}.",
         ]  # fmt: skip
-        wrong: list[str] = []
-        if minutes:
-            busy = [*tiers, "--invariant", "--verify-swap"]
-            with serving(busy, [*ordinary, "--stateless", "--invariant"]) as pair:
-                report["soak"] = found = asyncio.run(mirror(pair, load, minutes))
-            wrong = problems(found)
-            for title in ("compared", "turns", "context tokens"):
-                lines += ["", f"## {title.capitalize()}", "", *table([found[title]])]
-            lines += ["", *(wrong or ["Nothing differs, and every way to restore a context was taken."])]
-            write_report(out, name, report, lines)
-        if rounds:
-            with serving([*tiers, "--invariant"], [*tiers, "--no-invariant"]) as both:
-                servers = dict(zip(("invariant", "ordinary"), both, strict=True))
-                report["cost"] = cost(servers, load, rounds, seconds)
-            lines += ["", "## Cost", "", *table(report["cost"])]
+        busy = [*ordinary, "--host-cache", host_cache, "--invariant", "--verify-swap"]
+        with serving(busy, [*ordinary, "--stateless", "--invariant"]) as pair:
+            report["soak"] = found = asyncio.run(mirror(pair, load, minutes))
+    wrong = problems(found)
+    for title in ("compared", "turns", "context tokens"):
+        lines += ["", f"## {title.capitalize()}", "", *table([found[title]])]
+    lines += ["", *(wrong or ["Nothing differs, and every way to restore a context was taken."])]
     report["problems"] = wrong
     write_report(out, name, report, lines)
     click.echo("\n".join(lines))
