@@ -45,14 +45,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 	@# Python brings along an old pip: to choose among the files of 140 packages takes it twice as long.
 	@$(PIP) -c constraints.txt --upgrade pip || echo "NOTE: pip stays as it is, and takes longer" >&2
 	$(PIP) -c constraints.txt 'torch==2.13.0'
-	$(PIP) -c constraints.txt -e '.[dev]'
+	@# Without warnings: setuptools has one for each editable package.
+	rm -rf $(VENV)/protoc
+	$(PIP) --no-deps --target $(VENV)/protoc -r proto/requirements.txt & protoc=$$!; \
+	  PYTHONWARNINGS=ignore $(PIP) -c constraints.txt -e '.[dev]' && wait $$protoc
 	@# What pip leaves for an editable package is code, which type checkers and editors do not run: a path they do read. It
 	@# leads to a link to the package alone, for the root has folders that must not be importable (CONTRIBUTING.md).
 	mkdir -p $(VENV)/source && ln -sfn '$(CURDIR)/pensieve' $(VENV)/source/pensieve
 	@$(BIN)/python -c "from pathlib import Path; from sysconfig import get_path; \
 	  Path(get_path('purelib'), 'pensieve-source.pth').write_text(str(Path('$(VENV)/source').absolute()))"
-	rm -rf $(VENV)/protoc
-	$(PIP) --no-deps --target $(VENV)/protoc -r proto/requirements.txt
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -c 'import pensieve.server.app, pensieve.engine.build'
 	@touch $@
 

@@ -153,8 +153,8 @@ def test_hints_are_no_lessons() -> None:
     learned = []
     for hints in (None, Hints(next_turn_s=0.5, importance=16.0), Hints(finished=True)):
         rig = Rig("gittins", pages=400)
-        for turn in range(600):
-            rig.turn(f"s{turn % 150}", 2.0 * turn, hints)
+        for turn in range(300):
+            rig.turn(f"s{turn % 75}", 2.0 * turn, hints)
         policy = rig.cache.index.policy
         assert isinstance(policy, Gittins)
         learned.append(policy._factors.copy())

@@ -10,6 +10,7 @@ takes seconds.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -30,18 +31,21 @@ log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module i
 
 def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOptions) -> None:
     """Follow rank 0 until it stops. Propagates every exception."""
+    gc.disable()  # as the host of rank 0 does, until the worker is built
     # Imported here because they need torch.
     from pensieve.engine.ranks.collectives import RankLost, join
     from pensieve.engine.ranks.leader import follow, spin_seconds
     from pensieve.engine.ranks.ring import RingReader, SharedRing
     from pensieve.engine.worker.torch_worker import build_worker
 
+    gc.freeze()
     ranks = options.tensor_parallel
     try:
         with contextlib.closing(join(device, rank, meeting, options)) as collective:
             reader = RingReader(SharedRing(ring, ranks - 1), rank - 1, spin_s=spin_seconds(device))
             worker = build_worker(options, collective)
             settle_collector()
+            gc.enable()
             follow(reader, worker)
             worker.close()
     except RankLost:
