@@ -9,6 +9,9 @@ import sys
 def main(options: str) -> int:
     """Serve to the end; return the exit status."""
     gc.disable()  # before the imports, as the command does
+    from pensieve.cli.environment import silence_grpc
+
+    silence_grpc()  # likewise: what gRPC writes itself waits for whoever reads the log
     import msgspec
 
     from pensieve.options.serve import ServeOptions
