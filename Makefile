@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # More arguments for pip, such as an index with CPU builds of torch.
 PIP_ARGS ?=
 # One more than cores: many tests wait for processes and clocks.
-WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
+WORKERS ?= $(shell echo $$(( $$(nproc) + 2 )))
 PYTEST_ARGS ?=
 DATASET ?=
 MODEL ?= pensieve/demo/model
