@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # More arguments for pip, such as an index with CPU builds of torch.
 PIP_ARGS ?=
-# One more than cores: many tests wait for processes and clocks.
+# Two more than cores: many tests wait for processes and clocks.
 WORKERS ?= $(shell echo $$(( $$(nproc) + 2 )))
 PYTEST_ARGS ?=
 DATASET ?=
