@@ -5,7 +5,7 @@ sum and add up its parts in a second launch. Here a program computes ROWS values
 and small, so that all of the device's memory is read at once.
 
 A thread has the weights of a block on the way before it multiplies any. A mask of their rows would undo that: the
-assembler then multiplies after each load, and a step takes twice as long. So a program has ROWS whole rows.
+assembler then multiplies after each load, and a step takes nearly twice as long. So a program has ROWS whole rows.
 
 A decode step of a 13B on an H200 takes 0.89 of the time with cuBLAS (bench/results/step_parts_13b_h200.md). For 2 rows
 such a kernel takes longer than cuBLAS.

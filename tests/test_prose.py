@@ -7,7 +7,7 @@ from support.sources import ROOT
 
 BUDGET = {
     "docs long sentence": 9,
-    "docs nobody": 9,
+    "docs nobody": 8,
     "docs so many": 1,
     "docs what is": 11,
     "word what is": 24,

@@ -49,14 +49,15 @@ def capacity_for(
     narrow_blocks = usual_blocks = wide_blocks = 0
     narrow = wide = PieceBounds(0, 0, 0)
     if kind.has_narrow:
-        spans = narrow_blocks = usual_blocks = min(max_spans, max_tokens)
-        if not kind.has_wide:  # padding, for few spans or many
+        spans = min(max_spans, max_tokens)
+        in_blocks = _max_blocks(spans + 1, rows, narrow_tile)
+        if kind.has_wide:
+            usual_blocks = spans
+        elif kind is StepKind.FEW and not wide_tile.hopper:
+            usual_blocks = in_blocks
+        else:  # padding, for few spans or many
             usual_blocks = max(n - (n - max_tokens) * groups // narrow_tile.rows for n in (0, spans))
-            narrow_blocks = usual_blocks
-        if kind is StepKind.NARROW or (kind is StepKind.FEW and not wide_tile.hopper):
-            narrow_blocks = _max_blocks(spans + 1, rows, narrow_tile)
-        if kind is StepKind.FEW:
-            usual_blocks = narrow_blocks
+        narrow_blocks = in_blocks if kind is StepKind.NARROW else usual_blocks
         keys = _max_keys(max_context, window, narrow_tile, geometry)
         bounds = max_fixed_pieces if geometry.piece else max_narrow_pieces
         narrow = bounds(narrow_blocks, keys, narrow_tile, geometry)

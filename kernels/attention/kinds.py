@@ -28,7 +28,7 @@ MORE_KEYS = 0.2
 """A step is narrow if its longer spans, in blocks of the narrow tile, add at most this share to the keys that are read:
 blocks of a span read the same keys at the same time, mostly from the L2 cache. Measured on an H200: 16 to 233 decodes
 over 1,024 keys, with 2 to 23 spans of 3 to 17 tokens among them, take 0.99 to 1.11 times as long as decodes alone, and
-0.97 to 1.67 times in another kind. (Of 8 decodes with more, FEW is faster.)"""
+0.97 to 1.67 times in another kind. (FEW is faster of 8 decodes with more, and of 16 and 32 with 32/8 heads.)"""
 LONGEST_NARROW = 4
 """No span of a narrow step has more rows than this times ``TileSet.few``."""
 LEAST_SPANS = 4

@@ -168,7 +168,7 @@ async def test_one_that_the_memory_does_not_suffice_for() -> None:
 
 
 @pytest.mark.fault(27)
-async def test_kills_from_outside_condemn_nobody() -> None:
+async def test_kills_from_outside_are_blamed_on_no_session() -> None:
     """An operator's kill, or two, says nothing of the requests that were running."""
     link = ProcessLink(options(Script(step_s=0.01)), builder=BUILDER)
     await link.start()

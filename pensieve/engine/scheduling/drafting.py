@@ -67,10 +67,11 @@ class Drafting:
         self.requests = self.pages = 0
         if not self.most or self.costs.should_compare:
             return {}
-        price = 0.0 if self.costs.should_try else self.costs.price(len(requests))
+        running, trial = len(requests), self.costs.should_try
+        price = 0.0 if trial else self.costs.price(running)
         proposals = self._propose(requests, min(budget, self.most), price)
-        if proposals and not self.costs.should_try:
-            proposals = self._worthwhile(proposals, len(requests))
+        if proposals and not trial:
+            proposals = self._worthwhile(proposals, running)
         return self._reserve(proposals, now) if proposals else {}
 
     def _propose(self, requests: Collection[Request], budget: int, price: float) -> list[_Proposal]:

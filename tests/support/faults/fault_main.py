@@ -11,7 +11,7 @@ def main(options: str) -> int:
     gc.disable()  # before the imports, as the command does
     from pensieve.cli.environment import silence_grpc
 
-    silence_grpc()  # likewise: what gRPC writes itself waits for whoever reads the log
+    silence_grpc()  # likewise: a full pipe would block the thread in which gRPC writes
     import msgspec
 
     from pensieve.options.serve import ServeOptions
