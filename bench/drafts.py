@@ -30,15 +30,24 @@ import dummy_model
 import numpy as np
 
 from pensieve.config import BATCH_LIMITS, CacheConfig, EngineOptions, SchedulerConfig
-from pensieve.core import Sampling, TokenArray, pack_tokens
+from pensieve.core import Sampling, TokenArray, common_prefix, pack_tokens
 from pensieve.engine.build import build_engine
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Finished, Submit
-from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, Span, StepResult, StepWorker
+from pensieve.engine.plan import (
+    PendingStep,
+    Plan,
+    Sampled,
+    SampleSpec,
+    Span,
+    StepResult,
+    StepWorker,
+    decided,
+)
 from pensieve.engine.process.host import settle_collector
-from pensieve.engine.scheduling.drafts import Drafter
+from pensieve.engine.scheduling.drafts import Drafter, Odds
 from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
 from pensieve.simulate.full import Clock, LaunchedStep
 from pensieve.tokenizer import ChatTokenizer
@@ -90,14 +99,17 @@ class _Answer:
 def index_rows(turns: Sequence[Turn], prices: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Replay answers against the index alone: at each step drafts are accepted as far as they are the answer."""
     for price in prices:
-        steps = drafted = accepted = tokens = 0
+        steps, odds = 0, Odds()
+        drafted = accepted = tokens = 0
         started = time.process_time()
         for context, answer in turns:
-            one = _Answer(Drafter(len(context), ()), np.array(context + answer, np.int32), len(context) + 1)
+            one = _Answer(
+                Drafter(len(context), (), odds), np.array(context + answer, np.int32), len(context) + 1
+            )
             while one.at < len(one.text):
                 drafts = one.propose(one.at, price)[0]
                 right = one.right(drafts)
-                one.drafter.learn(right, len(drafts))
+                one.drafter.learn(one.drafter.match, right, len(drafts))
                 steps, drafted, accepted = steps + 1, drafted + len(drafts), accepted + right
                 one.at += right + 1
             tokens += len(answer)
@@ -118,9 +130,8 @@ class Seen:
     """Requests that ran, plan and timings of each step, and when its tokens were known."""
 
     def row(self, texts: Mapping[int, list[int]]) -> dict[str, Any]:
-        """Return what the steps did while ``batch`` requests ran, and none but decoded. ``texts``: by request. Requests
-        that sat out a step count like the others."""
-        steps = tokens = drafted = drafting = sitting = 0
+        """Return what the steps did while ``batch`` requests ran, and none but decoded. ``texts``: by request."""
+        steps = tokens = drafted = drafting = 0
         seconds, parts = 0.0, defaultdict[str, float](float)
         for (*_, before), (running, plan, timings, now) in itertools.pairwise(self.steps):
             decodes = all(len(span.tokens) == span.num_chosen for span in plan.spans) and not plan.swap_in
@@ -128,7 +139,6 @@ class Seen:
                 continue
             new = plan.num_tokens - len(plan.spans)
             steps, drafted, drafting = steps + 1, drafted + new, drafting + (new > 0)
-            sitting += running - len(plan.spans)
             tokens += len(plan.spans) + sum(
                 _accepted(span, texts[span.request]) for span in plan.spans if span.drafts
             )
@@ -141,18 +151,21 @@ class Seen:
             "tokens a step": round(tokens / count / self.batch, 3),
             "drafts a step": round(drafted / count / self.batch, 2),
             "steps with drafts": round(drafting / count, 2),
-            "sat out": round(sitting / count / self.batch, 3),
             "step ms": round(1e3 * seconds / count, 2),
             **{f"{part} ms": round(1e3 * spent / count, 2) for part, spent in parts.items()},
         }  # fmt: skip
 
 
+def _chosen(span: Span, text: Sequence[int]) -> list[int]:
+    """Return the tokens that a step chooses after those of a span, for the request whose tokens are ``text``."""
+    if span.undecided is not None:  # the step before has chosen the text, too
+        span = decided(span, text[span.start :][: len(span.undecided) + 1])
+    return list(text[span.end - span.drafts : span.end + 1])
+
+
 def _accepted(span: Span, text: Sequence[int]) -> int:
-    """Return how many of a span's drafts ``text`` begins with."""
-    drafts, right = span.tokens[-span.drafts :].tolist(), text[span.end - span.drafts : span.end]
-    return next(
-        (at for at, pair in enumerate(zip(drafts, right, strict=True)) if pair[0] != pair[1]), span.drafts
-    )
+    """Return how many of a span's drafts are ``text``."""
+    return common_prefix(span.tokens[-span.drafts :], np.array(_chosen(span, text), np.int32))
 
 
 @dataclass
@@ -190,7 +203,7 @@ class _ForcedStep:
             Sampled(span.request, token)
             for span in self.plan.spans
             if span.sample is not None
-            for token in texts[span.request][span.end - span.drafts : span.end + 1]
+            for token in _chosen(span, texts[span.request])
         ]
         return replace(result, sampled=tuple(chosen))
 
@@ -286,7 +299,7 @@ def virtual_row(
         "batch": batch, "host ms": 1e3 * host_s, "÷ without": round(rows[1]["tokens/s"] / rows[0]["tokens/s"], 3),
         **{
             name: rows[1][name]
-            for name in ("tokens a step", "drafts a step", "steps with drafts", "sat out", "gap ms")
+            for name in ("tokens a step", "drafts a step", "steps with drafts", "gap ms")
         },
         "scheduler ms a wait": round(1e3 * planner.seconds / max(1, planner.waits), 3),
     }  # fmt: skip
@@ -366,7 +379,7 @@ def engine_rows(
             row = loop.run(batch, places)
             costs = {
                 "price": round(drafting.costs.price(batch), 3),
-                "lost share": round(drafting.costs.lost_share(drafting.sync_share), 3),
+                "first draft": round(drafting.costs.first_draft(batch), 2),
             }
             yield {"batch": batch, "drafts": drafts, **row, **(costs if drafts else {})}
     for predicted in (False, True):

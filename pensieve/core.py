@@ -408,3 +408,10 @@ def unpack_tokens(data: bytes) -> TokenArray:
 def packed_length(data: bytes) -> int:
     """Return the number of token ids in ``data``, as packed by ``pack_tokens``."""
     return len(data) // _PACKED.itemsize
+
+
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
+    """Return the length of the longest common prefix of two token arrays."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

@@ -147,6 +147,7 @@ class Steps:
         shared = SharedState(
             model=way.model(self.arch, self._weights, triton_ops()), pool=self._pool, wait=lambda layer: None,
             sampled=sampled, logits=logits, finite=finite, scratch=self.scratch, geometry=self.geometry,
+            page_tokens=CHUNK,
         )  # fmt: skip
         program = StepProgram(
             shared, ProgramSize(size, size, len(batch.pages), StepKind.NARROW, (self._capacity(size),))

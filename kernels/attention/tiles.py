@@ -104,7 +104,8 @@ def choose_tiles(
         if hopper
         else Tile(16, 64, 4, 2, 128, 2, 64),
         short=Tile(32, 64, 4, 2, 168, 3, 128),
-        few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
+        # A lone span of 16 tokens on 1,500 takes 0.72 of the time that it takes with 512 keys at least.
+        few=Tile(64, 64, 4, 3, None, 2, 128, split_mask=True),
         # Two programs of 8 warps per multiprocessor: the softmax of one runs beside the products of the
         # other.
         wide=HOPPER

@@ -35,8 +35,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pensieve.core import FinishReason, RequestKey, Sampling, packed_length
-from pensieve.engine.cache.chunk import common_prefix
+from pensieve.core import FinishReason, RequestKey, Sampling, common_prefix, packed_length
 from pensieve.engine.messages import Submit
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler

@@ -31,7 +31,7 @@ to make (bench/results/hybrid.md).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -39,7 +39,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pensieve.core import RequestKey, Sampling, TokenArray, TokenLogprob
+from pensieve.core import RequestKey, Sampling, TokenArray, TokenLogprob, common_prefix
 
 TokenMask = npt.NDArray[np.int32]
 """Tokens that may be chosen, int32 [(vocabulary + 31) // 32]: bit ``t % 32`` of word ``t // 32`` stands for token t."""
@@ -52,7 +52,7 @@ NO_PAGE = -1
 
 PENDING = -1
 """Stands for the token that this request samples in the plan launched just before: the last of a span, or the last
-before its drafts."""
+before its drafts. See ``Span.undecided`` for which token that is when the plan before has drafts of the request."""
 
 
 class SampleSpec(msgspec.Struct, frozen=True):
@@ -98,11 +98,22 @@ class Span(msgspec.Struct, frozen=True):
     drafts: int = 0
     """The last ``tokens`` that are drafts, guesses of the output. The step chooses a token before each of them, as
     ``sample`` says, and one more after the last. Only those count whose drafts before them were all chosen."""
+    undecided: TokenArray | None = None
+    """Drafts of the request in the plan launched just before, int32 [u], u ≥ 1, if they are not known to be accepted;
+    None: there are none. If that plan accepts ``a`` of them, this span starts ``a`` positions later, its first token is
+    the one chosen after them, and the output indices of ``sample`` are ``a`` higher. The page table covers all ``u``.
+    See ``decided``."""
 
     @property
     def end(self) -> int:
-        """Position after the last token, which is the number of KV-tokens that the last token sees."""
+        """Position after the last token, which is the number of KV-tokens that the last token sees. With ``undecided``
+        drafts, if none is accepted."""
         return self.start + len(self.tokens)
+
+    @property
+    def latest_end(self) -> int:
+        """``end`` if all ``undecided`` drafts are accepted."""
+        return self.end if self.undecided is None else self.end + len(self.undecided)
 
     @property
     def num_chosen(self) -> int:
@@ -119,6 +130,19 @@ class Span(msgspec.Struct, frozen=True):
         return tuple(
             self.sample.after(self.tokens[-self.drafts :][:count]) for count in range(self.drafts + 1)
         )
+
+
+def decided(span: Span, chosen: Sequence[int]) -> Span:
+    """Return a span without ``PENDING`` and ``undecided``. ``chosen``: the tokens that the plan before chose for its
+    request, in order."""
+    accepted = 0 if span.undecided is None else common_prefix(span.undecided, np.array(chosen, np.int32))
+    tokens = np.where(span.tokens == PENDING, chosen[accepted], span.tokens).astype(np.int32)
+    sample = span.sample
+    if sample is not None:
+        sample = msgspec.structs.replace(sample, output_index=sample.output_index + accepted)
+    return msgspec.structs.replace(
+        span, start=span.start + accepted, tokens=tokens, sample=sample, undecided=None
+    )
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -193,6 +217,19 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return sum(len(span.tokens) for span in self.spans)
+
+    def decided(self, chosen: Mapping[RequestKey, Sequence[int]]) -> Plan:
+        """Return the plan without ``PENDING`` and undecided drafts. ``chosen``: the tokens of each request that the
+        plan before chose, in order."""
+        return replace(
+            self,
+            spans=tuple(
+                decided(span, chosen[span.request])
+                if span.undecided is not None or PENDING in span.tokens
+                else span
+                for span in self.spans
+            ),
+        )
 
     @property
     def specs(self) -> tuple[SampleSpec, ...]:

@@ -67,20 +67,33 @@ def test_a_step_without_drafts_is_measured_again() -> None:
         decoded(costs, 8, drafts)
     longer = 0.004
     for number in range(COMPARED_AFTER):
-        assert not costs.should_compare
+        assert not costs.should_compare(8)
         costs.on_step(8, drafts := 2 + number % 3, 0.0132 + longer + 0.0001 * drafts)
     assert costs.first_draft(8) > 1.0
-    assert costs.should_compare
+    assert costs.should_compare(8)
     costs.on_step(8, 0, 0.0132 + longer)
-    assert not costs.should_compare
+    assert not costs.should_compare(8)
     assert costs.first_draft(8) < 0.25
+
+
+def test_a_step_without_drafts_is_measured_soon_when_many_more_requests_run() -> None:
+    """What 64 requests with drafts take beyond 8 without is not all the drafts'."""
+    costs = StepCosts()
+    for drafts in (3, 0) * 20:
+        decoded(costs, 8, drafts)
+    for _ in range(10):
+        assert not costs.should_compare(9)
+        decoded(costs, 9, 2)
+    assert costs.should_compare(64)
+    decoded(costs, 64, 0)
+    assert not costs.should_compare(64)
 
 
 def test_a_slow_step_does_not_end_drafts_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CacheManager(CacheConfig(device_chunks=8, host_chunks=0), FREE)
     drafting = Drafting(SchedulerConfig(64, max_drafts=8), cache, 64)
     monkeypatch.setattr(
-        drafting, "_propose", lambda requests, budget, price: [_Proposal(Mock(), 0, [1], 0.5)]
+        drafting, "_propose", lambda requests, budget, price: [_Proposal(Mock(), 0, [1], 0, 0.5)]
     )
     monkeypatch.setattr(drafting, "_reserve", lambda proposals, now: dict.fromkeys(range(len(proposals))))
     eight = [Mock()] * 8
@@ -89,7 +102,7 @@ def test_a_slow_step_does_not_end_drafts_for_good(monkeypatch: pytest.MonkeyPatc
         """Return how many of the steps had drafts."""
         found = 0
         for _ in range(count):
-            drafts = len(drafting.plan(eight, 8, 0.0))
+            drafts = len(drafting.plan(eight, 8, 0.0, lambda: False))
             found += drafts > 0
             decoded(drafting.costs, 8, drafts)
         return found
@@ -103,15 +116,25 @@ def test_a_slow_step_does_not_end_drafts_for_good(monkeypatch: pytest.MonkeyPatc
     assert steps(50) >= 49  # all but one that is compared
 
 
-@pytest.mark.parametrize(("gains", "taken"), [((0.5, 0.5), 0), ((0.5, 0.9), 2), ((1.5, 0.2), 2)])
-def test_drafts_must_gain_what_the_first_one_costs(gains: tuple[float, ...], taken: int) -> None:
+@pytest.mark.parametrize(
+    ("gains", "waits", "taken"),
+    [
+        ((0.5, 0.5), False, False),
+        ((0.5, 0.9), False, True),
+        ((0.5, 0.9), True, False),
+        ((3.5, 0.2), True, True),
+    ],
+)
+def test_drafts_must_gain_what_they_cost(gains: tuple[float, ...], waits: bool, taken: bool) -> None:
+    """The first one of a step costs more than the others, and a wait of the device costs all requests time."""
     drafting = Drafting(
         SchedulerConfig(64, max_drafts=8), CacheManager(CacheConfig(device_chunks=8, host_chunks=0), FREE), 64
     )
     for drafts in (0, 2, 5) * 40:  # the first draft costs 1.2 tokens
         drafting.costs.on_step(8, drafts, 0.010 + 0.0015 * (drafts > 0))
-    proposals = [_Proposal(Mock(), 0, [1], gain) for gain in gains]
-    assert len(drafting._worthwhile(proposals, 8)) == taken
+    drafting.sync_share = 0.3
+    proposals = [_Proposal(Mock(), 0, [1], 0, gain) for gain in gains]
+    assert drafting._is_worthwhile(proposals, 8, waits=waits) == taken
 
 
 def test_what_a_wait_loses_is_learnt_and_tried_again() -> None:

@@ -25,8 +25,8 @@ from pensieve.engine.cache.tiers import Tiers
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Output, Submit
 from pensieve.engine.plan import Plan, SampleSpec, StepResult
-from pensieve.engine.scheduling.drafts import LONGEST_MATCH, MOST_PLACES, Drafter
-from pensieve.engine.scheduling.request import Request
+from pensieve.engine.scheduling.drafts import LONGEST_MATCH, MOST_PLACES, Drafter, Odds
+from pensieve.engine.scheduling.request import Guesses, Request
 from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
 from support.engine.adversary import Adversary
 from support.engine.choosing import EOS, STOP, VOCAB, ChoosingWorker, expected, grammar, make_tokenizer
@@ -37,8 +37,6 @@ from support.lengths import at_length
 
 TOKENIZER = make_tokenizer()
 LIMIT = 120
-WAITS = (0.0, 1e6)
-"""Parts of a step that a wait loses. The device waits for the tokens of all drafts, or for none that it need not."""
 WORDS = grammar("start: /[a-f]{3,12}/")
 
 # -- any drafts ------------------------------------------------------------------------------------------------------
@@ -53,8 +51,8 @@ def hash_answer(request: Request, known: Sequence[int], count: int) -> Sequence[
 def play(seed: int, totals: Counter[str], *, overlapped: bool) -> None:
     """One random schedule with an adversary's drafts, every answer checked."""
     rng = random.Random(seed)
-    size, wait = rng.choice((1, 2, 8)), rng.choice(WAITS) if overlapped else 0.0
-    device = rng.choice((3, 5, 9)) * max(1, 32 // size) * (3 if wait else 1)
+    size = rng.choice((1, 2, 8))
+    device = rng.choice((3, 5, 9)) * max(1, 32 // size) * rng.choice((1, 3))
     cache = CacheConfig(
         device, rng.choice((0, 1, device, 3 * device)), size, swap_watermark=rng.choice((0.0, 0.25, 1.0)),
         decode_reserve=rng.choice((0.0, 0.1)),
@@ -65,7 +63,6 @@ def play(seed: int, totals: Counter[str], *, overlapped: bool) -> None:
     )  # fmt: skip
     worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
     engine = make_engine(cache, scheduler, worker, clock := Clock(), overlapped=overlapped)
-    engine._scheduler.drafting.sync_share = wait
     limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
     driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
     driver.verify_beams = verify_beams
@@ -88,8 +85,14 @@ def play(seed: int, totals: Counter[str], *, overlapped: bool) -> None:
     totals["rejected"] += stats.drafted_total - stats.accepted_total
     totals["suspended"] += stats.suspensions_total
     totals["longest"] = max(totals["longest"], *(span.drafts for plan in worker.plans for span in plan.spans))
+    spans = [span for plan in worker.plans for span in plan.spans if span.undecided is not None]
+    assert overlapped or not spans
     if overlapped:
-        totals["sat out"] += sat_out(worker.plans)
+        totals["undecided"] += len(spans)
+        totals["undecided, with drafts"] += sum(span.drafts > 0 for span in spans)
+        totals["undecided, chosen late"] += sum(
+            span.sample is not None and span.sample.late for span in spans
+        )
     engine.close()
 
 
@@ -100,7 +103,7 @@ def check_drafts_are_harmless(patch: pytest.MonkeyPatch) -> None:
 
     def planned(self: Scheduler, now: float) -> Plan:
         suspensions, pages = self.suspensions, self.drafting.pages
-        guessing = any(one.guesses is not None for one in self.running)
+        guessing = any(one.guesses for one in self.running)
         evicted.clear()
         made = plan(self, now)
         if guessing:
@@ -112,22 +115,13 @@ def check_drafts_are_harmless(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tiers, "evict_from_device", lambda self, part: (evicted.append(part), evict(self, part))[1])
 
 
-def sat_out(plans: Sequence[Plan]) -> int:
-    """Return how often a request with drafts was not in the next plan, but in the one after it."""
-    spans = [{span.request: span.drafts for span in plan.spans} for plan in plans if plan.spans]
-    return sum(
-        any(drafts and key not in second and key in third for key, drafts in first.items())
-        for first, second, third in zip(spans, spans[1:], spans[2:], strict=False)
-    )
-
-
 @pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
 def test_answers_equal_a_stateless_run(overlapped: bool) -> None:
     totals = Counter(
         {"swapped": 0, "recomputed": 0, "accepted": 0, "rejected": 0, "suspended": 0, "longest": 0}
     )
     if overlapped:
-        totals["sat out"] = 0
+        totals |= {"undecided": 0, "undecided, with drafts": 0, "undecided, chosen late": 0}
     for seed in range(at_length(6, 300)):
         play(2 * seed + overlapped, totals, overlapped=overlapped)
     assert all(totals.values()), f"a path was never taken: {totals}"
@@ -186,7 +180,6 @@ def answers_of(rng: random.Random, *, overlapped: bool, tight: bool) -> Engine:
     engine = make_engine(
         cache, scheduler, worker, Clock(), VOCAB, overlapped=overlapped, structured=structured
     )
-    engine._scheduler.drafting.sync_share = rng.choice(WAITS) if overlapped else 0.0
     answers, asked = Answers(engine), {}
     with pytest.MonkeyPatch.context() as patch:
         Adversary(rng, drawn_answer, VOCAB, (EOS, STOP)).install(patch)
@@ -209,7 +202,7 @@ def answers_of(rng: random.Random, *, overlapped: bool, tight: bool) -> Engine:
 
 def test_answers_of_any_sampling() -> None:
     totals = Counter({"accepted": 0, "rejected": 0, "suspended": 0})
-    for number in range(at_length(8, 200)):
+    for number in range(at_length(12, 200)):
         seed, overlapped = number // 2, number % 2 == 1
         engine = answers_of(random.Random(f"{seed}{overlapped}"), overlapped=overlapped, tight=seed % 2 == 0)
         stats = engine.stats()
@@ -223,18 +216,20 @@ def test_guesses_through_a_pending_token_are_learnt_from() -> None:
     """The first of them stands for the token that a running step chooses: wrong, it says nothing about the others."""
     for token, learnt in ((5, (2, 3)), (7, (0, 3))):
         request = Request.from_submit(Submit(1, "s", pack_tokens([1, 5, 6, 5, 6, 9]), 6, Sampling()), 0, 0.0)
+        request.begin_drafts(Odds())
         request.propose(3, 0.0)
         assert request.drafter is not None
         request.drafter.learn = (learn := Mock())  # type: ignore[method-assign]
         request.on_launched()
-        request.on_guessed(np.array([5, 6, 5], np.int32))
-        assert request.must_wait
+        guesses = np.array([5, 6, 5], np.int32)
+        request.on_guessed(Guesses(request.num_known, guesses, guesses[1:], 3))
         request.on_launched()
+        assert request.latest_length == request.length + 2
         request.on_sampled(token, 1.0)  # of the step before
         request.on_sampled(6, 2.0)
-        request.on_drafts(1, 2)
-        learn.assert_called_once_with(*learnt)
-        assert not request.must_wait
+        request.on_drafts(1)
+        learn.assert_called_once_with(3, *learnt)
+        assert request.undecided is None and (request.drafted, request.accepted) == (2, 1)
 
 
 # -- faults that they must notice ------------------------------------------------------------------------------------
@@ -296,9 +291,31 @@ def kept_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheManager, "take_back", take_back)
 
 
-def nothing_sits_out(patch: pytest.MonkeyPatch) -> None:
-    """A request is computed while a step with its drafts runs, as if all were wrong."""
-    patch.setattr(Request, "must_wait", property(lambda self: self.guided and self.awaits_logprobs))
+def all_seem_wrong(patch: pytest.MonkeyPatch) -> None:
+    """A step is made while one with drafts runs, as if all of these were wrong."""
+    made = Scheduler._plan_one_group
+
+    def planned(self: Scheduler, *given: Any) -> Plan:
+        plan = made(self, *given)
+        return replace(
+            plan, spans=tuple(msgspec.structs.replace(span, undecided=None) for span in plan.spans)
+        )
+
+    patch.setattr(Scheduler, "_plan_one_group", planned)
+
+
+def index_of_none_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A draw after drafts has the index that it would have if all were wrong."""
+    specs = Scheduler.late_specs
+
+    def late(self: Scheduler, plan: Plan, *given: Any) -> list[SampleSpec | None]:
+        asked = [spec for span in plan.spans for spec in span.specs]
+        return [
+            None if spec is None else msgspec.structs.replace(spec, output_index=one.output_index)
+            for spec, one in zip(specs(self, plan, *given), asked, strict=True)
+        ]
+
+    patch.setattr(Scheduler, "late_specs", late)
 
 
 def leaves_with_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -307,8 +324,8 @@ def leaves_with_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS = (
-    one_too_far, rejected_stays_valid, seed_advanced_by_rejected, seed_not_advanced, kept_pages, nothing_sits_out,
-    leaves_with_drafts,
+    one_too_far, rejected_stays_valid, seed_advanced_by_rejected, seed_not_advanced, kept_pages, all_seem_wrong,
+    index_of_none_accepted, leaves_with_drafts,
 )  # fmt: skip
 
 
@@ -342,7 +359,7 @@ def slow_drafts(text: list[int], most: int) -> list[list[int]]:
 def test_drafts_are_those_of_a_longest_match(text: list[int], data: st.DataObject) -> None:
     """Whatever part of the text came at once, and for texts with few places."""
     text = [token + 5 * (at // 30) for at, token in enumerate(text)]  # few places per pair
-    drafter, seen = Drafter(1, ()), data.draw(st.sampled_from((1, len(text))))
+    drafter, seen = Drafter(1, (), Odds()), data.draw(st.sampled_from((1, len(text))))
     while True:
         most = data.draw(st.integers(0, 5))
         drafts, chances = drafter.propose(np.array(text[:seen], np.int32), most, 0.0)
@@ -351,7 +368,7 @@ def test_drafts_are_those_of_a_longest_match(text: list[int], data: st.DataObjec
         if max(counts.values(), default=0) < MOST_PLACES:
             assert drafts == (expected_[-1] if expected_ else []), text[:seen]
         assert chances == sorted(chances, reverse=True) and all(0 < chance <= 1 for chance in chances)
-        drafter.learn(data.draw(st.integers(0, len(drafts))), len(drafts))
+        drafter.learn(drafter.match, data.draw(st.integers(0, len(drafts))), len(drafts))
         if seen == len(text):
             break
         seen = min(len(text), seen + data.draw(st.sampled_from((1, 2, 70))))
@@ -359,22 +376,33 @@ def test_drafts_are_those_of_a_longest_match(text: list[int], data: st.DataObjec
 
 def test_odds_learn_and_the_price_cuts() -> None:
     text = np.array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], np.int32)
-    drafter = Drafter(1, ())
+    drafter = Drafter(1, (), Odds())
     drafts, before = drafter.propose(text, 5, 0.0)
     assert drafts == [3, 4, 5, 6, 7]
-    drafter.learn(0, 5)
+    drafter.learn(drafter.match, 0, 5)
     drafts, after = drafter.propose(text, 5, 0.0)
     assert after[0] < before[0]
     cut, _ = drafter.propose(text, 5, after[1] + 1e-9)
     assert cut == [3]
     for _ in range(50):
-        drafter.learn(5, 5)
+        drafter.learn(drafter.match, 5, 5)
     assert len(drafter.propose(text, 5, 0.5)[0]) == 5
+
+
+def test_an_answer_begins_with_the_odds_of_others() -> None:
+    text, odds = np.array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], np.int32), Odds()
+    fresh = Drafter(1, (), odds).propose(text, 5, 0.0)[1]
+    other = Drafter(1, (), odds)
+    for right in (0, 5) * 20:
+        other.propose(text, 5, 0.0)
+        other.learn(other.match, right, 5)
+    later, learnt = Drafter(1, (), odds).propose(text, 5, 0.0)[1], other.propose(text, 5, 0.0)[1]
+    assert later[0] < fresh[0] and later == pytest.approx(learnt, rel=0.05)
 
 
 def test_a_prediction_is_followed_from_the_first_token_and_found_again() -> None:
     predicted = range(10, 30)
-    drafter = Drafter(3, predicted)
+    drafter = Drafter(3, predicted, Odds())
     assert drafter.propose(np.array([1, 2, 3], np.int32), 4, 0.0)[0] == [10, 11, 12, 13]
     assert drafter.propose(np.array([1, 2, 3, 10, 11], np.int32), 4, 0.0)[0] == [12, 13, 14, 15]
     assert drafter.propose(np.array([1, 2, 3, 10, 11, 99], np.int32), 4, 0.0)[0] == []
@@ -382,7 +410,7 @@ def test_a_prediction_is_followed_from_the_first_token_and_found_again() -> None
 
 
 class SlowToPlan(HashWorker):
-    """Claims times of a device that waits for plans, when none is made ahead."""
+    """Claims times of a device that waits for its plans."""
 
     gap = 0.0
 
@@ -390,15 +418,21 @@ class SlowToPlan(HashWorker):
         return replace(super().run(plan), timings={"device": 0.010, "gap": self.gap})
 
 
-@pytest.mark.parametrize(("gap", "least", "most"), [(0.001, 200, 300), (0.008, 1, 15)])
-def test_an_engine_drafts_if_that_is_worth_what_its_steps_lose(gap: float, least: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("waits", "gap", "least", "most"),
+    [(True, 0.001, 200, 300), (True, 0.008, 1, 15), (False, 0.008, 150, 300)],
+)
+def test_an_engine_that_must_wait_drafts_if_that_is_worth_it(
+    waits: bool, gap: float, least: int, most: int
+) -> None:
     context, worker = list(range(20)), SlowToPlan(60, 1, 8)
     worker.gap = gap
     engine = make_engine(
         CacheConfig(60, 0, 8), SchedulerConfig(400, max_drafts=2), worker, Clock(), overlapped=True
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Request, "propose", lambda request, most, price: ([5, 5][:most], [0.3, 0.3][:most]))
+        patch.setattr(Scheduler, "_may_suspend", lambda self: waits)
+        patch.setattr(Request, "propose", lambda request, most, price: ([5] * most, [0.3] * most))
         sampling = Sampling(max_output_tokens=300, ignore_eos=True)
         engine.handle(Submit(1, "s", pack_tokens(context), 20, sampling))
         while engine.has_work:
@@ -406,17 +440,20 @@ def test_an_engine_drafts_if_that_is_worth_what_its_steps_lose(gap: float, least
     assert least <= sum(plan.has_drafts for plan in worker.plans) <= most
 
 
-def test_a_device_that_waits_gets_its_next_step_before_tokens_are_reported() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_device_gets_its_next_step_before_tokens_are_reported(waits: bool) -> None:
     """A step with drafts runs while its caller handles events, and its tokens are out only when the next step is on the
-    device."""
+    device. That is made when they are known, or before that if it need not wait for them."""
     worker, order = HashWorker(60, 1, 8), list[str]()
     engine = make_engine(
         CacheConfig(60, 0, 8), SchedulerConfig(400, max_drafts=2), worker, Clock(), overlapped=True
     )
     engine._scheduler.drafting.sync_share = 0.0
+    in_order = ["_commit", "launch", "_report"] if waits else ["launch", "_commit", "_report"]
     launch, report, commit = worker.launch, engine._report, engine._commit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Request, "propose", lambda request, most, price: ([5, 5][:most], [0.3, 0.3][:most]))
+        patch.setattr(Scheduler, "_may_suspend", lambda self: waits)
+        patch.setattr(Request, "propose", lambda request, most, price: ([5] * most, [0.3] * most))
         for owner, name, inner in (
             (worker, "launch", launch), (engine, "_report", report), (engine, "_commit", commit),
         ):  # fmt: skip
@@ -430,8 +467,9 @@ def test_a_device_that_waits_gets_its_next_step_before_tokens_are_reported() -> 
         while engine.has_work:
             before = len(order)
             engine.step()
-            steps += order[before:] == ["_commit", "launch", "_report"]
-    assert steps >= 8
+            steps += order[before:] == in_order
+    assert steps >= 6
+    assert sum(plan.has_drafts for plan in worker.plans) >= 6
     assert order.count("launch") == order.count("_report") == len(worker.plans)
 
 
@@ -445,7 +483,6 @@ def test_the_next_plan_waits_if_others_may_need_the_pages_of_drafts(pages: int, 
         overlapped=True,
     )
     scheduler = engine._scheduler
-    scheduler.drafting.sync_share = 1e6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "_may_suspend", lambda self: False)  # another reason to wait, not asked here
         patch.setattr(
@@ -457,7 +494,7 @@ def test_the_next_plan_waits_if_others_may_need_the_pages_of_drafts(pages: int, 
             engine.handle(
                 Submit(number, f"s{number}", tokens, 10, Sampling(max_output_tokens=20, ignore_eos=True))
             )
-        while not any(request.guesses is not None for request in scheduler.running):
+        while not any(request.guesses for request in scheduler.running):
             engine.step()
         assert len(scheduler.running) == 2
         assert scheduler.should_wait() == waits

@@ -6,12 +6,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
 from pensieve.core import Sampling, pack_tokens
 from pensieve.engine.cache import tails
+from pensieve.engine.cache.sharing import PrefixPath
 from pensieve.engine.messages import Submit
+from pensieve.engine.scheduling.request import Request
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.engine.hybrid_worker import HybridOracle, HybridWorker
@@ -99,6 +102,16 @@ def test_a_search_is_suspended_as_a_whole_and_goes_on_where_it_was() -> None:
     assert running == {0, 3}, "no beam runs without the others"
     assert engine.stats().suspensions_total > 0
     assert {turn.session for turn in driver.finished} == {"old", "search"}
+
+
+def test_a_beam_that_waits_is_not_admitted_by_the_addresses_of_another() -> None:
+    """A search is suspended while a step runs. Its addresses are looked up in the queue, then it goes on as another
+    beam: cached chunks are found for that one's context."""
+    request = Request.from_submit(Submit(1, "s", pack_tokens(range(9)), 9, Sampling(beam_width=2)), 0, 0.0)
+    request.lead(2, guided=True)
+    request.set_prefix_path(PrefixPath("tenant", (b"1", b"2")))
+    request.continue_with(np.arange(8, 16, dtype=np.int32), 5)
+    assert request.path is None
 
 
 GROUPS = {

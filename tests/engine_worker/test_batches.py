@@ -50,10 +50,8 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, dict[RequestKey, int]]:
 @given(plans())
 def test_both_batches_say_what_the_plan_says(case: tuple[Plan, int, dict[RequestKey, int]]) -> None:
     plan, size, rows = case
-    sampled = {request: 5000 + row for request, row in rows.items()}
-    want = make_torch_batch(
-        plan, page_tokens=size, padding_page=999, device=torch.device("cpu"), sampled=sampled
-    )
+    decided = plan.decided({request: [5000 + row] for request, row in rows.items()})
+    want = make_torch_batch(decided, page_tokens=size, padding_page=999, device=torch.device("cpu"))
     got = make_cuda_batch(plan, size, rows)
     taken = np.where(got.source >= 0, 5000 + got.source, got.tokens)
     assert taken.tolist() == want.tokens.tolist()

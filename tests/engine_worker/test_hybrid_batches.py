@@ -24,9 +24,8 @@ SIZE = 4
 
 
 def torch_batch(plan: Plan) -> TorchBatch:
-    return make_torch_batch(
-        plan, page_tokens=SIZE, padding_page=0, device=torch.device("cpu"), sampled={RequestKey(0): 7}
-    )
+    plan = plan.decided({RequestKey(0): [7]})
+    return make_torch_batch(plan, page_tokens=SIZE, padding_page=0, device=torch.device("cpu"))
 
 
 @st.composite

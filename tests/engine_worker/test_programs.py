@@ -44,7 +44,8 @@ def programs(
     shared = SharedState(
         model=cast(Any, None), pool=torch.empty(1, 4, 2, 2, 32, 16), wait=cast(Any, None),
         sampled=torch.zeros(64), logits=torch.zeros(1), finite=torch.ones(1),
-        scratch=Scratch(rows, geometry, cpu, most_copies(geometry)), geometry=geometry, windows=windows,
+        scratch=Scratch(rows, geometry, cpu, most_copies(geometry)), geometry=geometry,
+        page_tokens=32, windows=windows,
     )  # fmt: skip
     return Programs(shared, info, cast(Any, None), graphs=False)
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pensieve.core import SessionKey, TokenArray
+from pensieve.core import SessionKey, TokenArray, common_prefix
 from pensieve.engine.cache.rates import NO_HINT, Hint
 
 NOWHERE = -1
@@ -273,10 +273,3 @@ def take_front(ranges: deque[Range], budget: int) -> list[Range]:
         if cut < end:
             ranges.appendleft((cut, end))  # the budget is used up
     return taken
-
-
-def common_prefix(a: TokenArray, b: TokenArray) -> int:
-    """Return the length of the longest common prefix of two token arrays."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n

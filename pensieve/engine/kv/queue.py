@@ -418,7 +418,7 @@ class SwapQueue:
         size, second = self._sizes.page_tokens, self._sizes.second
 
         def pages(span: Span, tables: Sequence[PageTable]) -> PageTable:
-            return tables[span.page_table][span.start // size : -(-span.end // size)]
+            return tables[span.page_table][span.start // size : -(-span.latest_end // size)]
 
         parts: list[Indices] = []
         if self._sizes.num_layers:

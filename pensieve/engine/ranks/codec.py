@@ -26,9 +26,10 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     step: int
     spans: bytes
-    """int64 [S, 7]: request, start, tokens, page table, whether a token is sampled (2: late), stores, drafts."""
+    """int64 [S, 8]: request, start, tokens, page table, whether a token is sampled (2: late), stores, drafts, undecided
+    drafts."""
     tokens: bytes
-    """int32: tokens of all spans, concatenated."""
+    """int32: tokens of all spans, concatenated, then all undecided drafts."""
     lengths: bytes
     """int64: length of each page table."""
     pages: bytes
@@ -67,10 +68,12 @@ def encode(plan: Plan | None) -> bytes:
             _sampled(span),
             span.stores,
             span.drafts,
+            0 if span.undecided is None else len(span.undecided),
         )
         for span in plan.spans
     ]
-    tokens = np.concatenate([span.tokens for span in plan.spans]) if spans else np.empty(0)
+    undecided = [span.undecided for span in plan.spans if span.undecided is not None]
+    tokens = np.concatenate([span.tokens for span in plan.spans] + undecided) if spans else np.empty(0)
     chains = [
         (chain.first, chain.last, chain.read, chain.boundary, chain.boundary_at, chain.live)
         for chain in plan.chains
@@ -98,9 +101,10 @@ def decode(message: bytes) -> Plan | None:
     frame = _decoder.decode(message)
     if isinstance(frame, StopFrame):
         return None
-    columns = np.frombuffer(frame.spans, "<i8").reshape(-1, 7)
+    columns = np.frombuffer(frame.spans, "<i8").reshape(-1, 8)
     tokens = np.frombuffer(frame.tokens, "<i4")
-    ends = np.cumsum(columns[:, 2]).tolist()
+    ends = np.cumsum(columns[:, [2, 7]].T.reshape(-1)).tolist()
+    ends, ends_undecided = ends[: len(columns)], ends[len(columns) :]
     spans = tuple(
         Span(
             RequestKey(request),
@@ -110,9 +114,10 @@ def decode(message: bytes) -> Plan | None:
             (None, SAMPLED_ON_RANK_0, SAMPLED_LATE)[chosen],
             stores,
             drafts,
+            tokens[last - undecided : last] if undecided else None,
         )
-        for (request, start, count, table, chosen, stores, drafts), end in zip(
-            columns.tolist(), ends, strict=True
+        for (request, start, count, table, chosen, stores, drafts, undecided), end, last in zip(
+            columns.tolist(), ends, ends_undecided, strict=True
         )
     )
     bounds = [0, *np.cumsum(np.frombuffer(frame.lengths, "<i8")).tolist()]

@@ -6,9 +6,9 @@ long as each equals the token chosen before it. The first chosen token that diff
 drafts change the number of steps, never the answer.
 
 An overlapped engine plans a step while the one before runs. A request's newest token is pending then: drafts follow a
-guess at it, and the step computes the token that was chosen. While a step with drafts runs, nothing tells how many it
-accepts. Either its requests sit out the next step, or the device waits and the next step is planned when the tokens are
-known. Both cost tokens, and the cheaper way is taken: ``drafting`` decides, this module knows texts and costs.
+guess at it, and the step computes the token that was chosen. While a step with drafts runs, the host does not know how
+many it accepts, but the device will. So the next step's rows of such a request are made for any number, and the device
+moves them to where they belong (``plan.Span.undecided``). ``drafting`` decides, this module knows texts and costs.
 
 ==========================  ==============  =====================================================================
 state                       only writer     fails safely because
@@ -16,8 +16,9 @@ state                       only writer     fails safely because
 places of a conversation    ``Drafter``     a wrong place gives a wrong draft, which is not chosen
 odds of a request's drafts  ``Drafter``     wrong odds cost rows, or steps
 costs of a row and a step   ``StepCosts``   the same
-who drafts, totals          ``Drafting``    a wrong choice costs steps, or waits
+who drafts, totals          ``Drafting``    a wrong choice costs steps
 drafts of a span            the plan        they end with its step: suspension, cancel or death leave none
+undecided drafts            ``Request``     a plan and its worker take them from the same request and step
 pages of drafts             cache           they are free pages, and go back when the step is committed
 valid KV (``filled``)       cache           at the plan it counts the newest token, at the commit accepted drafts
 ==========================  ==============  =====================================================================
@@ -43,7 +44,7 @@ MOST_PREDICTED: Final = 64
 """The same while the answer follows a prediction."""
 LONGEST_MATCH: Final = 16
 """Longer matches are as good as this."""
-MOST_PLACES: Final = 8
+MOST_PLACES: Final = 16
 """Latest places that are compared, of those that are sorted and of those that are not."""
 SORTED_AT_ONCE: Final = 64
 """With this many new tokens all places are sorted again. Fewer are entered one by one."""
@@ -54,6 +55,8 @@ _GAP: Final = -1
 """Stands between texts: no token equals it."""
 _HITS, _TRIES = 1.5, 2.0
 """Odds at the start, as if seen: optimistic, since only drafts that are tried teach anything."""
+_MOST_TRIES: Final = 1000.0
+"""With this many the older half is forgotten."""
 _BUCKETS: Final = (0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5)
 """Bucket of the odds for each length of a match."""
 _PREDICTED: Final = 6
@@ -63,17 +66,46 @@ _ADDED: Final = 1e-6, 1e-6, 1e-6, 1e-4
 """Shares of the diagonal that are added to it. What could be the price of drafts or of the first one is the price."""
 COMPARED_AFTER: Final = 250
 """Steps of one kind, with drafts or without, until one of the other shows again what it takes."""
+_COMPARED_SOON: Final = 4
+"""The same for a step without drafts, once the number of requests has changed by more than a quarter."""
 _WAIT_DECAY: Final = 0.998
 """The cost of a wait is forgotten more slowly: few steps show it, and each trial costs as much."""
 _EXPECTED_WAITS: Final = 0.2
 """Waits that the expected cost of one counts for. It is low, so that waits are tried, and soon outweighed."""
 
 
+class Odds:
+    """How often drafts were right that came after others that were, by the length of the match and its distance."""
+
+    def __init__(self, begin: Odds | None = None) -> None:
+        """``begin``: those of more answers, which are the odds of one until its own drafts have shown others."""
+        if begin is None:
+            self._hits = [_HITS] * _PREDICTED + [5 * _TRIES - 0.5]
+            self._tries = [_TRIES] * _PREDICTED + [5 * _TRIES]
+        else:
+            self._hits = [_TRIES * rate for rate in begin.rates]
+            self._tries = [_TRIES] * len(self._hits)
+        self.rates: list[float] = [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
+        """By bucket."""
+
+    def learn(self, buckets: Sequence[int], right: int) -> None:
+        """Take in drafts, by their buckets, of which the first ``right`` were right."""
+        hits, tries, rates = self._hits, self._tries, self.rates
+        for number, bucket in enumerate(buckets):
+            if tries[bucket] >= _MOST_TRIES:
+                hits[bucket] /= 2.0
+                tries[bucket] /= 2.0
+            tries[bucket] += 1.0
+            hits[bucket] += number < right
+            rates[bucket] = hits[bucket] / tries[bucket]
+
+
 class Drafter:
     """The places of one request's conversation, and the odds of its drafts. It sees tokens with a known id only."""
 
-    def __init__(self, prompt_tokens: int, predicted: Sequence[int]) -> None:
-        """``predicted``: a guess at the answer; empty: there is none."""
+    def __init__(self, prompt_tokens: int, predicted: Sequence[int], odds: Odds) -> None:
+        """``predicted``: a guess at the answer; empty: there is none. ``odds``: of the drafts of all answers."""
+        self._all_odds, self._odds = odds, Odds(odds)
         self._predicted = list(predicted)
         self._follows: int | None = 0 if self._predicted else None
         """Tokens of the prediction that the answer began with; None: it began otherwise."""
@@ -92,23 +124,20 @@ class Drafter:
         """Places of the pairs since the latest sort, ascending."""
         self._entered = 0
         """Places before this one are entered: all but the last, which has no successor to draft."""
-        self._match: int | None = 0
+        self.match: int | None = 0
         """Length of the match behind the latest drafts; None: they follow the prediction."""
-        self._hits = [_HITS] * _PREDICTED + [5 * _TRIES - 0.5]
-        self._tries = [_TRIES] * _PREDICTED + [5 * _TRIES]
-        self._odds = [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
 
     def propose(self, context: TokenArray, most: int, price: float) -> tuple[list[int], list[float]]:
         """Return up to ``most`` drafts after ``context``, which begins like that of the call before, and the chance
         that each is accepted. No chance is below ``price``."""
         self._take(context[len(self._text) - self._first :].tolist())
         if self._follows is not None and self._follows < len(self._predicted):
-            self._match = None
+            self.match = None
             chances = self._chances(min(most, MOST_PREDICTED), price)
             drafts = self._predicted[self._follows : self._follows + len(chances)]
         else:
-            self._match, place = self._find()
-            if not self._match:
+            self.match, place = self._find()
+            if not self.match:
                 return [], []
             chances = self._chances(min(most, MOST_DRAFTS), price)
             drafts = self._continuation(place, len(chances))
@@ -119,22 +148,17 @@ class Drafter:
         chance = 1.0
         chances: list[float] = []
         for depth in range(most):
-            chance *= self._odds[self._bucket(depth)]
+            chance *= self._odds.rates[_bucket(self.match, depth)]
             if chance < price:
                 break
             chances.append(chance)
         return chances
 
-    def learn(self, accepted: int, tested: int) -> None:
-        """Take in what became of the latest drafts: the first ``accepted`` of ``tested`` were right."""
-        for depth in range(min(accepted + 1, tested)):
-            bucket = self._bucket(depth)
-            self._tries[bucket] += 1
-            self._hits[bucket] += depth < accepted
-            self._odds[bucket] = self._hits[bucket] / self._tries[bucket]
-
-    def _bucket(self, depth: int) -> int:
-        return _PREDICTED if self._match is None else _BUCKETS[min(self._match + depth, LONGEST_MATCH)]
+    def learn(self, match: int | None, accepted: int, tested: int) -> None:
+        """Take in what became of drafts behind a ``match``: the first ``accepted`` of ``tested`` were right."""
+        buckets = [_bucket(match, depth) for depth in range(min(accepted + 1, tested))]
+        self._odds.learn(buckets, accepted)
+        self._all_odds.learn(buckets, accepted)
 
     def _take(self, new: list[int]) -> None:
         """Append tokens of the context, and enter their places."""
@@ -192,6 +216,11 @@ class Drafter:
         return drafts[: drafts.index(_GAP)] if _GAP in drafts else drafts
 
 
+def _bucket(match: int | None, depth: int) -> int:
+    """Return the bucket of the odds of a draft that ``depth`` others behind the match come before."""
+    return _PREDICTED if match is None else _BUCKETS[min(match + depth, LONGEST_MATCH)]
+
+
 def _pair(first: int, second: int) -> int:
     return (first << 32) + second
 
@@ -210,6 +239,8 @@ class StepCosts:
         """Sums of products of (1, requests, drafts, any drafts, seconds), by whether the step had drafts."""
         self._since = {False: 0, True: 0}
         """Steps since the latest of each kind."""
+        self._alone = 0
+        """Requests of the latest step without drafts."""
         self._lost = self._waits = 0.0
         """Sum of the parts of a step that the device waited, and number of such waits."""
         self._fit: tuple[float, float, float, float] | None = None
@@ -224,6 +255,8 @@ class StepCosts:
         sums *= _DECAY ** self._since[kind]
         sums += np.outer(values, values)
         self._since[kind] = 0
+        if not kind:
+            self._alone = requests
         self._waits = self._waits * _WAIT_DECAY + (idle is not None)
         self._lost *= _WAIT_DECAY
         if idle is not None and seconds > 0.0:
@@ -235,10 +268,11 @@ class StepCosts:
             added = np.array(_ADDED) * products.diagonal() + 1e-9
             self._fit = tuple(np.linalg.solve(products + np.diag(added), results).tolist())
 
-    @property
-    def should_compare(self) -> bool:
-        """Whether the next step should have no drafts, since what one takes without them was seen too long ago."""
-        return self._since[False] >= COMPARED_AFTER
+    def should_compare(self, requests: int) -> bool:
+        """Whether the next step, of ``requests`` requests, should have no drafts, since what one takes without them was
+        seen too long ago, or with many more requests or fewer."""
+        known = abs(requests - self._alone) * 4 <= requests
+        return self._since[False] >= (COMPARED_AFTER if known else _COMPARED_SOON)
 
     @property
     def should_try(self) -> bool:
@@ -262,15 +296,6 @@ class StepCosts:
         step = base + per_request * requests
         tokens = seconds * requests / step if step > 0.0 else 0.0
         return max(tokens, 0.0) if math.isfinite(tokens) else 0.0
-
-    def sitting_out(self, requests: int) -> float:
-        """Return how many tokens are lost when one of ``requests`` requests sits out a step: its own, less what the
-        others gain since the step is shorter. 1 while the costs are unknown."""
-        if self._fit is None:
-            return 1.0
-        base, per_request, *_ = self._fit
-        seconds = base + per_request * requests
-        return min(max(base / seconds, 0.0), 1.0) if seconds > 0.0 else 1.0
 
     def lost_share(self, expected: float) -> float:
         """Return the part of a step that is lost by a wait. ``expected``: the answer at the start, and after many steps

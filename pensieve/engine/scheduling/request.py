@@ -43,15 +43,29 @@ from pensieve.core import (
     TenantQos,
     TokenArray,
     Usage,
+    common_prefix,
     unpack_tokens,
 )
-from pensieve.engine.cache.chunk import Range, Restore, common_prefix, take_front, tokens_in
+from pensieve.engine.cache.chunk import Range, Restore, take_front, tokens_in
 from pensieve.engine.cache.sharing import PrefixPath
 from pensieve.engine.messages import Submit
 from pensieve.engine.plan import PENDING, SampleSpec
-from pensieve.engine.scheduling.drafts import Drafter
+from pensieve.engine.scheduling.drafts import Drafter, Odds
 
 _SEEDS = 1 << 64
+
+
+class Guesses(msgspec.Struct, frozen=True):
+    """The output that a step with drafts expects of a request."""
+
+    start: int
+    """Position of the first guess: the request's tokens before it were known when the step was planned."""
+    tokens: TokenArray
+    """Guesses at the tokens that were pending, and then the drafts, int32 [n]."""
+    drafts: TokenArray
+    """The last of them, int32 [d], 1 ≤ d ≤ n."""
+    match: int | None
+    """Where they come from: see ``Drafter.match``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +128,7 @@ class Request:
     source: Request | None = None
     """Group member whose KV it takes over before any more of its own is computed."""
     path: PrefixPath | None = None
-    """Addresses of its context, once looked up and until it is suspended."""
+    """Addresses of its context, once looked up and until it is suspended or its context is replaced."""
     missing: deque[Range] = field(default_factory=deque)
     in_batch: bool = False
     finished: FinishReason | None = None
@@ -125,10 +139,9 @@ class Request:
     """When all KV of the history was present."""
     first_token: float | None = None
     drafter: Drafter | None = None
-    guesses: TokenArray | None = None
-    """The tokens that a planned step with drafts expects from position ``guessed_from`` on; None: no such step is
-    planned or runs. Until its tokens are known, the request sits out: nothing tells where its context ends."""
-    guessed_from: int = 0
+    guesses: deque[Guesses] = field(default_factory=deque)
+    """One for each launched step with drafts whose tokens are not known yet: at most two, and one while a plan is
+    made."""
     drafted: int = 0
     """Drafts of its steps, and those that were accepted."""
     accepted: int = 0
@@ -209,9 +222,9 @@ class Request:
 
     def sample_spec(self, eos_token_ids: tuple[int, ...]) -> SampleSpec:
         """Return how to choose the token after the newest one, as far as a plan knows. It is late if it depends on a
-        mask, or on the id of a token that a step still computes."""
+        mask, on the id of a token that a step still computes, or on the number of accepted drafts."""
         sampling, index = self.sampling, self.output_tokens
-        if sampling.grammar is None and not sampling.needs_context:
+        if sampling.plain or (sampling.grammar is None and not sampling.needs_context and not self.guesses):
             return SampleSpec(sampling, index, eos_token_ids)
         if sampling.grammar is not None or self.num_known < self.length:
             return SampleSpec(sampling, index, eos_token_ids, late=True)
@@ -248,11 +261,20 @@ class Request:
 
     @property
     def must_wait(self) -> bool:
-        """Whether it must sit out this step. A request waits for the tokens of its drafts; a guided one for the step
-        that computes it, and for KV that its leader still restores."""
-        if self.guided:
-            return self.awaits_logprobs or self.waits_for_leader
-        return self.guesses is not None
+        """Whether it must sit out this step: it is guided, and waits for the step that computes it, or for KV that its
+        leader still restores."""
+        return self.guided and (self.awaits_logprobs or self.waits_for_leader)
+
+    @property
+    def undecided(self) -> TokenArray | None:
+        """The drafts of the step that runs, int32 [u], while a plan is made; None: it has none of this request."""
+        return self.guesses[-1].drafts if self.guesses else None
+
+    @property
+    def latest_length(self) -> int:
+        """``length`` if all undecided drafts are accepted, while a plan is made. Each draft that is accepted puts one
+        more token before the pending one."""
+        return self.length + len(self.guesses[-1].drafts) if self.guesses else self.length
 
     @property
     def waits_for_leader(self) -> bool:
@@ -303,7 +325,8 @@ class Request:
 
     def most_drafts(self, context_limit: int) -> int:
         """Return how many drafts may follow the newest token, so that a token can be chosen after each."""
-        return max(min(context_limit, self.full_length) - self.length - 1, 0)
+        length = self.latest_length if self.guesses else self.length
+        return max(min(context_limit, self.full_length) - length - 1, 0)
 
     def pages_as_fork(self, chunk_tokens: int) -> int:
         """Return the device pages that it does not share with its source. Its last token is never shared."""
@@ -430,28 +453,30 @@ class Request:
         self.tokens[self.num_known] = token
         self.num_known += 1
 
+    def begin_drafts(self, odds: Odds) -> None:
+        """Get ready to ``propose``. ``odds``: of the drafts of all answers."""
+        self.drafter = Drafter(self.prompt_tokens, unpack_tokens(self.submit.predicted).tolist(), odds)
+
     def propose(self, most: int, price: float) -> tuple[list[int], list[float]]:
         """Return drafts after the known tokens, and their chances: see ``Drafter.propose``. If the newest token is
         pending, the first draft is a guess at it."""
-        if self.drafter is None:
-            self.drafter = Drafter(self.prompt_tokens, unpack_tokens(self.submit.predicted).tolist())
+        assert self.drafter is not None
         return self.drafter.propose(self.tokens[: self.num_known], most, price)
 
-    def on_guessed(self, guesses: TokenArray) -> None:
-        """Record that the plan being made takes ``guesses`` for the tokens after the known ones. Those after the newest
-        token are its drafts."""
-        self.guesses, self.guessed_from = guesses, self.num_known
+    def on_guessed(self, guesses: Guesses) -> None:
+        """Record that a launched step has drafts."""
+        self.guesses.append(guesses)
 
-    def on_drafts(self, accepted: int, drafted: int) -> None:
-        """Record that the step with the guesses accepted the first of its ``drafted`` drafts."""
-        assert self.guesses is not None
-        self.drafted += drafted
+    def on_drafts(self, accepted: int) -> None:
+        """Record that the oldest step with guesses accepted that many of its drafts."""
+        guesses = self.guesses.popleft()
+        self.drafted += len(guesses.drafts)
         self.accepted += accepted
-        if self.drafter is not None:
-            right = common_prefix(self.guesses, self.tokens[self.guessed_from : self.num_known])
-            # The end of an answer does not show whether later guesses were right.
-            self.drafter.learn(right, right if self.finished is not None else len(self.guesses))
-        self.guesses = None
+        assert self.drafter is not None
+        right = common_prefix(guesses.tokens, self.tokens[guesses.start : self.num_known])
+        # The end of an answer does not show whether later guesses were right.
+        tested = right if self.finished is not None else len(guesses.tokens)
+        self.drafter.learn(guesses.match, right, tested)
 
     def history_present(self, now: float) -> None:
         self.restored = now
@@ -468,6 +493,7 @@ class Request:
 
     def continue_with(self, context: TokenArray, token: int) -> None:
         """Continue a guided request with ``token`` after ``context``, its own or another member's."""
+        self.path = None  # it may have been looked up for another beam while this one waited
         self.tokens = np.append(context, np.int32(token))
         self.length = self.num_known = len(self.tokens)
         self.missing = deque([(self.length - 1, self.length)] if self.in_batch else [])

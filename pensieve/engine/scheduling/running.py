@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from pensieve.config import SchedulerConfig
-from pensieve.core import RequestKey, SessionKey
-from pensieve.engine.cache.chunk import common_prefix
+from pensieve.core import RequestKey, SessionKey, common_prefix
 from pensieve.engine.cache.finding import Branches
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.tiers import Pages
@@ -242,7 +241,8 @@ class RunningSet:
 
         Suspends the youngest requests of the tenant that holds most of the device, a group as a whole.
         """
-        while not self._cache.extend(request.session, request.length, now):
+        length = request.latest_length if request.guesses else request.length
+        while not self._cache.extend(request.session, length, now):
             self._make_leave(self._youngest(self._device_tokens()), now)
             if not request.in_batch:
                 return
@@ -328,7 +328,7 @@ class RunningSet:
 
     def requeue(self, request: Request, now: float) -> None:
         """Return a request from the batch to its place in the queue. Its KV stays cached while there is room."""
-        assert request.guesses is None, "where its context ends is not known"
+        assert not request.guesses, "where its context ends is not known"
         self.requests.remove(request)
         self._cache.suspend(request.session, now, request.cached_context)
         request.suspend()

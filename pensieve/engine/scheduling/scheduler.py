@@ -204,7 +204,7 @@ class Scheduler:
         if not self.config.unified_batch and not work:
             self._plan_decodes(work, now)
         self._warm_up(work, now)
-        drafts = self.drafting.plan(work, budget, now)
+        drafts = self.drafting.plan(work, budget, now, self._may_suspend)
         memory = None if self.elastic is None else self._resize(self.elastic, work, now)
         # A step waits for its swap-in, which should have the link to itself. Ahead-of-time copies can wait.
         is_settled = self.elastic is None or self.elastic.is_settled(now)
@@ -218,6 +218,7 @@ class Scheduler:
     def on_launched(self, plan: Plan) -> None:
         """Record that the worker has begun ``plan``: later plans come after it."""
         self.cache.complete_copies()
+        self.drafting.on_launched()
         for span in plan.spans:
             if span.sample is not None:
                 request = self._running.get(span.request)
@@ -246,9 +247,14 @@ class Scheduler:
                 self._running.requeue(request, now)
                 specs.append(None)
             else:
-                prompt, output = request.sampling_context(span.sample.output_index)
+                index = (
+                    request.output_tokens - 1
+                )  # of the token that this step chooses, whatever was accepted
+                prompt, output = request.sampling_context(index)
                 mask = masks.get(request.key)
-                spec = msgspec.structs.replace(span.sample, prompt=prompt, output=output, mask=mask)
+                spec = msgspec.structs.replace(
+                    span.sample, output_index=index, prompt=prompt, output=output, mask=mask
+                )
                 specs.extend(msgspec.structs.replace(span, sample=spec).specs)
         return specs
 
@@ -261,12 +267,14 @@ class Scheduler:
         drafted = [span for span in plan.spans if span.drafts]
         # The drafts of each request that were not accepted yet, the next one last.
         drafts = {span.request: span.tokens[: -span.drafts - 1 : -1].tolist() for span in drafted}
+        ended = set[RequestKey]()
+        """Requests whose next draft was wrong, or that have no more."""
         for sampled in result.sampled:
             request = self._running.get(sampled.request)
             if request is None or request.finished is not None:
                 continue  # it finished or was cancelled while this step ran
             left = drafts.get(request.key)
-            if left is not None and request.num_known == request.length:
+            if left is not None and request.key in ended:
                 continue  # a draft before it was wrong
             request.on_sampled(sampled.token_id, now)
             finished = None
@@ -274,10 +282,9 @@ class Scheduler:
                 finished = request.end_reason(sampled.token_id, self.context_limit, self.config.eos_token_ids)
             if left and left[-1] == sampled.token_id:
                 left.pop()
-                self.cache.computed(request.session, *request.take_newest(), now)
-                self.queue.charge(request, 1)
-                if finished is None:
-                    request.on_launched()  # the step has chosen the next token as well
+                self._accept(request, now, is_last=finished is not None)
+            elif left is not None:
+                ended.add(request.key)
             if finished is not None:
                 request.finish(finished)
                 if not request.in_batch:  # suspended while its last token was being sampled
@@ -295,22 +302,24 @@ class Scheduler:
                 self._running.remove(request, now)
         return tokens
 
+    def _accept(self, request: Request, now: float, *, is_last: bool) -> None:
+        """Take in that the newest known token was a draft, whose KV the step has computed. The step has chosen the
+        token after it as well, which counts unless this one ``is_last``."""
+        self.queue.charge(request, 1)
+        # A step planned meanwhile counts one token of this request: this one, or the one that would follow.
+        planned = request.num_known < request.length
+        if not (planned and is_last):
+            self.cache.computed(request.session, *request.take_newest(), now)
+        if not is_last:
+            request.on_launched()
+
     # -- a step with drafts that runs ----------------------------------------------------------------------------------
 
     def should_wait(self) -> bool:
-        """Whether the next plan should wait for the tokens of the step that runs, since that has drafts. Otherwise
-        their requests sit out the next step."""
-        if not self.drafting.requests:
+        """Whether the next plan must wait for the tokens of the step that runs, since that has drafts."""
+        if not self.drafting.requests or not any(request.guesses for request in self._running.requests):
             return False
-        running = self._running.requests
-        guessing = sum(request.guesses is not None for request in running)
-        if not guessing:
-            return False
-        return (
-            self._may_suspend()
-            or self._lacks_draft_pages()
-            or self.drafting.prefers_waiting(guessing, len(running))
-        )
+        return self._may_suspend() or self._lacks_draft_pages()
 
     def _may_suspend(self) -> bool:
         """Whether the next plan may have to take a request out of the batch, or to move its pages. Nothing tells where
@@ -487,12 +496,15 @@ class Scheduler:
         tables: list[PageTable] = []
         for table, (request, ranges) in enumerate(work.items()):
             guesses = drafts.get(request, NO_DRAFTS)
-            tables.append(self.cache.page_table(request.session, request.length + len(guesses)))
+            length = request.latest_length if request.guesses else request.length
+            tables.append(self.cache.page_table(request.session, length + len(guesses)))
             for start, end in ranges:
                 spans.append(self._span(request, start, end, table))
-            if len(guesses):
+            if len(guesses) or request.guesses:
                 tokens = np.concatenate([spans[-1].tokens, guesses])
-                spans[-1] = msgspec.structs.replace(spans[-1], tokens=tokens, drafts=len(guesses))
+                spans[-1] = msgspec.structs.replace(
+                    spans[-1], tokens=tokens, drafts=len(guesses), undecided=request.undecided
+                )
         return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies(), memory=memory)
 
     def _plan_two_groups(self, work: _Work, memory: Ends | None) -> Plan:

@@ -108,6 +108,7 @@ class CudaWorker:
             self._rule = PrefixGroupRule(shared.geometry, info.chunk_tokens)
         self._stagings: deque[_Staging] = deque(_Staging(self._programs.words) for _ in range(STAGINGS))
         self._sampled: dict[RequestKey, int] = {}
+        """Row of the first token that the latest step chose for each request."""
         self._last_end: torch.cuda.Event | None = None
         torch.cuda.synchronize(self._device)
 
@@ -141,6 +142,7 @@ class CudaWorker:
                 most_copies(geometry),
             ),
             geometry=geometry,
+            page_tokens=info.chunk_tokens,
             windows=windows,
             window_tables=len(info.groups) > 1 and info.groups[1].kind == "window",
             states={
@@ -225,8 +227,8 @@ class CudaWorker:
 
     def _sample(self, requests: tuple[RequestKey, ...], specs: Sequence[SampleSpec]) -> TokenFetch | None:
         rows = len(requests)
-        # The next plan names its pending tokens by request; map each request to the row of its token.
-        self._sampled = {request: row for row, request in enumerate(requests)}
+        # The next plan names its pending tokens by request. The first row of a request comes last, and stays.
+        self._sampled = {requests[row]: row for row in range(rows - 1, -1, -1)}
         if rows == 0:
             return None
         shared, collective = self._programs.shared, self._programs.shared.model.collective

@@ -19,6 +19,7 @@ from rich.progress import track
 
 from pensieve.engine.worker.program import ALIGNMENT, CudaBatch, ProgramSize, SharedState, StepProgram
 from pensieve.engine.worker.sizing import WorkerInfo
+from pensieve.kernels.accepted import ENTRY
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
@@ -169,7 +170,9 @@ class Programs:
         samples = min(tokens, most_samples(info))
         pages = min(max_pages(info, samples), max(GRAPH_PAGES, info.device_chunks)) * self._tables
         chains = _max_spans(tokens, info) if self.shared.states else 0
-        return ProgramSize(tokens, samples, pages, kind, capacities, chains)
+        drafts = self._max_drafts
+        undecided = min(tokens, info.max_running) if drafts else 0
+        return ProgramSize(tokens, samples, pages, kind, capacities, chains, undecided, drafts)
 
     def _without_graph(self, batch: CudaBatch, geometry: Geometry | None = None) -> StepProgram:
         """Return a program of exactly the batch's size, without a graph. ``geometry``: if not the shared one."""
@@ -181,8 +184,16 @@ class Programs:
             for window in self.shared.windows
         )
         samples = max(1, min(count, max(least, len(batch.sample_rows))))
-        size = ProgramSize(count, samples, len(batch.pages), kind, capacities)
+        undecided, drafts = len(batch.undecided), len(batch.drafts)
+        size = ProgramSize(
+            count, samples, len(batch.pages), kind, capacities, undecided=undecided, drafts=drafts
+        )
         return StepProgram(self.shared, size, geometry)
+
+    @property
+    def _max_drafts(self) -> int:
+        """Most drafts of a step; a model with two KV groups has none."""
+        return self._info.max_drafts if self.shared.windows == (None,) and not self.shared.states else 0
 
     def _max_words(self) -> int:
         info, tokens, shared = self._info, _max_tokens(self._info), self.shared
@@ -191,10 +202,12 @@ class Programs:
             for kind in StepKind
             for geometry in {shared.geometry, shared.geometry.without_copies}
         )
-        sections = 6 + self._tables + len(shared.windows)
+        sections = 9 + self._tables + len(shared.windows)
         pages = self._tables * max_pages(info, info.max_running)
         chains = 6 * _max_spans(tokens, info) if shared.states else 0
-        return (4 + self._tables) * tokens + plans + chains + pages + sections * ALIGNMENT
+        drafts = self._max_drafts
+        undecided = ENTRY * info.max_running + drafts + tokens if drafts else 0
+        return (4 + self._tables) * tokens + plans + chains + undecided + pages + sections * ALIGNMENT
 
 
 def least_rows(info: WorkerInfo) -> int:

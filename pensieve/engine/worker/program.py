@@ -13,7 +13,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -21,10 +21,11 @@ import numpy.typing as npt
 import torch
 
 from pensieve.core import Ints, RequestKey
-from pensieve.engine.plan import Plan
+from pensieve.engine.plan import Plan, Span
 from pensieve.engine.sampling.sampler import greedy_tokens, sanitize
 from pensieve.engine.worker import spans as span_columns
 from pensieve.engine.worker.spans import Ints32, SpanColumns
+from pensieve.kernels.accepted import ENTRY, Undecided, complete_rows, shorten_items
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
@@ -34,33 +35,41 @@ from pensieve.kernels.attention.prefixes import PrefixGroupRule
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.recurrence import NO_PAGE, Recurrence
+from pensieve.kernels.spans import POSITION
 from pensieve.kernels.state_chunks import RecurrentPlan, make_recurrent_plan, recurrent
 from pensieve.kernels.upload import upload
 from pensieve.model.transformer import Transformer
 
 NO_SLOT = span_columns.NO_SLOT
 """Slot of a token whose keys and values are not stored."""
+NO_ENTRIES: Final = np.empty((0, ENTRY), np.int32)
+NO_DRAFTS: Final = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class CudaBatch:
     """T concatenated tokens of S spans, over concatenated page tables. Spans of prefix groups come first,
-    group by group; the others keep the plan's order."""
+    group by group; the others keep the plan's order. The device completes undecided spans: see ``kernels.accepted``."""
 
     tokens: Ints32
-    """[T]; ``PENDING`` where ``source`` names the token."""
+    """[T]; ``PENDING`` where ``source`` names the token, or where an undecided span begins."""
     source: Ints32
     """[T]: row of the token in the previous step's samples, or -1."""
     positions: Ints32
-    """[T]"""
+    """[T]; of undecided spans, the least."""
     slots: Ints32
-    """[T]: slot of each token's keys and values in group 0, ``page * N + offset``, or ``NO_SLOT``."""
+    """[T]: slot of each token's keys and values in group 0, ``page * N + offset``, or ``NO_SLOT``; as ``positions``."""
     spans: Ints
-    """[S, 4]: first row of q, tokens, position, start of its page table in ``pages``."""
+    """[S, 4]: first row of q, tokens, position, start of its page table in ``pages``. The position of an undecided span
+    is the latest."""
     pages: Ints32
     """All page tables, then all window tables."""
     sample_rows: Ints32
     """The tokens after which one is chosen, in the order of ``Plan.specs``."""
+    undecided: Ints32
+    """[U, ENTRY]: the undecided spans."""
+    drafts: Ints32
+    """Their undecided drafts."""
     max_context: int
     prefix_groups: Ints | None = None
     """[n, 3], see ``kernels.attention.prefixes``; None: every span reads all of its context."""
@@ -75,7 +84,7 @@ class CudaBatch:
 def make_cuda_batch(
     plan: Plan, page_tokens: int, sampled: Mapping[RequestKey, int], rule: PrefixGroupRule | None = None
 ) -> CudaBatch:
-    """Return the batch of a plan with at least one span. ``sampled``: row of each request in the previous
+    """Return the batch of a plan with at least one span. ``sampled``: first row of each request in the previous
     step's samples. ``rule``: decides which spans form prefix groups; None: none do. Raises ValueError like
     ``SpanColumns.from_plan``."""
     columns = SpanColumns.from_plan(plan, page_tokens)
@@ -97,9 +106,14 @@ def make_cuda_batch(
         columns = SpanColumns.from_plan(ordered, page_tokens)
         host = _span_array(columns)
     source = np.full(len(columns.tokens), -1, dtype=np.int32)
-    requests = {at: span.request for at, span in zip(place, plan.spans, strict=True)}
+    undecided, drafts = NO_ENTRIES, NO_DRAFTS
+    spans = dict(zip(place, plan.spans, strict=True))
     for row, at in columns.pending():
-        source[row] = sampled[requests[at]]
+        if spans[at].undecided is None:
+            source[row] = sampled[spans[at].request]
+    if columns.undecided.any():
+        undecided, drafts = _undecided(spans, host, sampled)
+        host[:, POSITION] += columns.undecided
     asked = [
         (at, span.num_chosen) for at, span in zip(place, plan.spans, strict=True) if span.sample is not None
     ]
@@ -116,12 +130,28 @@ def make_cuda_batch(
         spans=host,
         pages=pages,
         sample_rows=chosen.astype(np.int32),
-        max_context=int((columns.start + columns.length).max()),
+        undecided=undecided,
+        drafts=drafts,
+        max_context=int((host[:, POSITION] + columns.length).max()),
         prefix_groups=found.table if found is not None else None,
         window_slots=None if columns.window_slots is None else columns.window_slots.astype(np.int32),
         window_spans=window_spans,
         chains=columns.chains if plan.chains else None,
     )
+
+
+def _undecided(
+    spans: Mapping[int, Span], host: Ints, sampled: Mapping[RequestKey, int]
+) -> tuple[Ints32, Ints32]:
+    """Return ``CudaBatch.undecided`` and ``drafts``. ``spans``: by their row of ``host``."""
+    entries, drafts, used = [], [], 0
+    for at, span in spans.items():
+        if span.undecided is not None:
+            first, rows, _, table = host[at].tolist()
+            entries.append((first, rows, sampled[span.request], len(span.undecided), used, table))
+            drafts.append(span.undecided)
+            used += len(span.undecided)
+    return np.array(entries, np.int32), np.concatenate(drafts).astype(np.int32)
 
 
 def _span_array(columns: SpanColumns) -> Ints:
@@ -161,6 +191,7 @@ class SharedState:
     """bool [max samples]: whether the model's own logits had none."""
     scratch: Scratch
     geometry: Geometry
+    page_tokens: int
     windows: tuple[int | None, ...] = (None,)
     """The different windows of the model's layers; None: a layer that sees everything. Each has its own plan."""
     window_tables: bool = False
@@ -184,6 +215,10 @@ class ProgramSize:
     chains: int = 0
     """Chains of few tokens, which are computed one token after the other. 0: the model has no recurrent layers, or the
     program is for one step only, whose chains may be of any length."""
+    undecided: int = 0
+    """Undecided spans."""
+    drafts: int = 0
+    """Their undecided drafts."""
 
 
 @contextlib.contextmanager
@@ -213,7 +248,12 @@ class StepProgram:
             "tokens": size.tokens, "source": size.tokens, "positions": size.tokens, "slots": size.tokens,
             **({"window_slots": size.tokens} if shared.window_tables else {}),
             "sample_rows": size.samples, **dict(zip(plans, map(words_of, size.attention), strict=True)),
-            **({"chains": 6 * size.chains} if size.chains else {}), "pages": size.pages,
+            **({"chains": 6 * size.chains} if size.chains else {}),
+            **(
+                {"undecided": ENTRY * size.undecided, "drafts": size.drafts, "rejected": size.tokens}
+                if size.undecided else {}
+            ),
+            "pages": size.pages,
         }  # fmt: skip
         at = 0
         self._at: dict[str, int] = {}
@@ -227,6 +267,10 @@ class StepProgram:
         self._view = view
         for name in self._slot_names():
             view[name].fill_(NO_SLOT)
+        self._undecided: Undecided | None = None
+        if size.undecided:
+            entries = view["undecided"].view(-1, ENTRY)
+            self._undecided = Undecided(entries, view["drafts"], view["rejected"])
         self._chains: RecurrentPlan | None = None
         if size.chains:
             chains = view["chains"].view(-1, 6)
@@ -252,16 +296,21 @@ class StepProgram:
             else plan.pack(windowed)
             for window, plan in self._plans.items()
         }
-        count, samples = len(batch.tokens), len(batch.sample_rows)
-        if count > self.size.tokens or samples > self.size.samples or len(batch.pages) > self.size.pages:
+        count, samples, size = len(batch.tokens), len(batch.sample_rows), self.size
+        if count > size.tokens or samples > size.samples or len(batch.pages) > size.pages:
+            raise DoesNotFit(f"{count} tokens, {samples} samples, {len(batch.pages)} pages: more than {size}")
+        if len(batch.undecided) > size.undecided or len(batch.drafts) > size.drafts:
             raise DoesNotFit(
-                f"{count} tokens, {samples} samples, {len(batch.pages)} pages: more than {self.size}"
+                f"{len(batch.undecided)} undecided spans, {len(batch.drafts)} drafts: more than {size}"
             )
         parts = [("tokens", batch.tokens, 0), ("source", batch.source, -1), ("positions", batch.positions, 0),
                  ("slots", batch.slots, NO_SLOT), ("sample_rows", batch.sample_rows, 0)]  # fmt: skip
         if self._shared.window_tables:
             assert batch.window_slots is not None
             parts.append(("window_slots", batch.window_slots, NO_SLOT))
+        if size.undecided:
+            parts += [("undecided", batch.undecided.reshape(-1), 0), ("drafts", batch.drafts, 0),
+                      ("rejected", NO_DRAFTS, 0)]  # fmt: skip
         for name, values, padding in parts:
             start, length = self._at[name], len(self._view[name])
             staging[start : start + len(values)] = values
@@ -328,10 +377,14 @@ class StepProgram:
     def _forward(self) -> None:
         shared, view, samples = self._shared, self._view, self.size.samples
         # A pending token never passes through the host: the previous step left it on the device.
-        before = shared.sampled.index_select(0, view["source"].clamp_min(0))
-        tokens = torch.where(view["source"] >= 0, before.to(torch.int32), view["tokens"])
+        complete_rows(
+            view["tokens"], view["source"], view["positions"], view["slots"], shared.sampled, self._undecided,
+            view["pages"], shared.page_tokens,
+        )  # fmt: skip
+        if self._undecided is not None:
+            self._shorten_items(self._undecided)
         logits = shared.model.forward(
-            tokens, view["positions"], self._attend, view["sample_rows"], self._recur
+            view["tokens"], view["positions"], self._attend, view["sample_rows"], self._recur
         )
         if shared.model.collective.rank != 0:
             return  # rank 0 samples
@@ -339,6 +392,14 @@ class StepProgram:
         shared.logits[:samples].copy_(logits)
         shared.finite[:samples].copy_(finite)
         shared.sampled[:samples].copy_(greedy_tokens(logits))
+
+    def _shorten_items(self, undecided: Undecided) -> None:
+        # Models with windows have a second KV group, and no drafts.
+        for plan in self._plans.values():
+            items = plan.capacity.narrow, plan.capacity.wide
+            tiles = plan.narrow.rows, plan.wide.rows
+            positions = self._view["positions"]
+            shorten_items(plan.words, positions, undecided.rejected, items, tiles, self._geometry.groups)
 
     def _attend(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         """``pensieve.model.transformer.Attend`` over the paged pool."""

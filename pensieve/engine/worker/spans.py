@@ -25,7 +25,9 @@ class SpanColumns:
 
     length: Ints
     start: Ints
-    """Position of the span's first token in its context."""
+    """Position of the span's first token in its context; of an undecided one, the least."""
+    undecided: Ints
+    """How many positions later it may start."""
     table: Ints
     """Row of ``Plan.page_tables``."""
     first_page: Ints
@@ -53,10 +55,12 @@ class SpanColumns:
     def from_plan(cls, plan: Plan, page_tokens: int) -> SpanColumns:
         """Return the columns of a plan with at least one span. Raises ValueError when a span is empty or reaches past
         its page table, a window table is not as long as its page table, or a chain does not follow its spans."""
-        rows = [(len(span.tokens), span.start, span.page_table) for span in plan.spans]
-        length, start, table = np.array(rows, dtype=np.int64).T
+        rows = [
+            (len(span.tokens), span.start, span.page_table, span.latest_end - span.end) for span in plan.spans
+        ]
+        length, start, table, undecided = np.array(rows, dtype=np.int64).T
         pages_of = np.array([len(pages) for pages in plan.page_tables], dtype=np.int64)
-        if (length < 1).any() or (start + length > pages_of[table] * page_tokens).any():
+        if (length < 1).any() or (start + length + undecided > pages_of[table] * page_tokens).any():
             raise ValueError(f"step {plan.step}: a span is empty or reaches past its page table")
         first_page = (np.cumsum(pages_of) - pages_of)[table]
         ends = np.cumsum(length)
@@ -80,6 +84,7 @@ class SpanColumns:
         return cls(
             length=length,
             start=start,
+            undecided=undecided,
             table=table,
             first_page=first_page,
             ends=ends,

@@ -5,7 +5,7 @@ a worker.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,16 +60,8 @@ class TorchBatch:
     """See ``SpanColumns.chains``."""
 
 
-def make_torch_batch(
-    plan: Plan,
-    *,
-    page_tokens: int,
-    padding_page: int,
-    device: torch.device,
-    sampled: Mapping[RequestKey, int],
-) -> TorchBatch:
-    """Return the batch of a plan with at least one span. ``sampled``: token that the previous plan sampled
-    per request, for pending tokens. Raises ValueError like ``SpanColumns.from_plan``."""
+def make_torch_batch(plan: Plan, *, page_tokens: int, padding_page: int, device: torch.device) -> TorchBatch:
+    """Return the batch of a decided plan with at least one span. Raises ValueError like ``SpanColumns.from_plan``."""
     columns = SpanColumns.from_plan(plan, page_tokens)
 
     def padded(tables: tuple[PageTable, ...]) -> torch.Tensor:
@@ -81,11 +73,8 @@ def make_torch_batch(
     windows = columns.window_slots
     last = [index for index, span in enumerate(plan.spans) if span.sample is not None]
     chosen = columns.chosen_rows(last, [plan.spans[index].num_chosen for index in last])
-    tokens = columns.tokens.astype(np.int64)
-    for row, span in columns.pending():
-        tokens[row] = sampled[plan.spans[span].request]
     return TorchBatch(
-        tokens=torch.from_numpy(tokens).to(device),
+        tokens=torch.from_numpy(columns.tokens.astype(np.int64)).to(device),
         positions=torch.from_numpy(columns.positions).to(device),
         slots=torch.from_numpy(columns.slots).to(device),
         spans=make_spans(columns.length, columns.start, columns.table),
@@ -122,7 +111,8 @@ class TorchWorker:
         self.info = info
         self._model = model
         self._pipelined = pipelined_swap_in
-        self._sampled: dict[RequestKey, int] = {}
+        self._chosen: dict[RequestKey, list[int]] = {}
+        """Tokens that the latest step chose for each request."""
         self._device = torch.device(info.device)
         self.pools = allocate_pools(model.arch, info)
         self.computed = ComputedChunks(self.pools.groups[0])
@@ -133,6 +123,7 @@ class TorchWorker:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         """See ``StepWorker.launch``."""
+        plan = plan.decided(self._chosen)  # the step before is done
         memory = self.pools.grow(plan)
         started = time.perf_counter()
         self.pools.swap_out(plan.swap_out)
@@ -171,7 +162,6 @@ class TorchWorker:
             page_tokens=self.info.chunk_tokens,
             padding_page=self.pools.padding_page,
             device=self._device,
-            sampled=self._sampled,
         )
         attention = _StepAttention(self.pools, batch, swap_in, self.arch, self.info.is_invariant)
         prepared = time.perf_counter()
@@ -206,7 +196,9 @@ class TorchWorker:
             shared = torch.tensor(tokens)
             collective.broadcast(shared)
             tokens = shared.tolist()
-        self._sampled = dict(zip(requests, tokens, strict=True))
+        self._chosen = {}
+        for request, token in zip(requests, tokens, strict=True):
+            self._chosen.setdefault(request, []).append(token)
         return tuple(Sampled(requests[row], *one) for row, one in chosen.items())
 
 

@@ -91,6 +91,8 @@ class BitWorker:
         self._first: Any = worker._worker if isinstance(worker, LeadingWorker) else worker
         """The worker itself; with several ranks, that of rank 0."""
         self._twin: Any = (_HybridHashes if len(config.groups) > 1 else _Hashes)(config)
+        self._requests: tuple[RequestKey, ...] = ()
+        """Of each token that the plan before has chosen."""
         self._logits: torch.Tensor | None = None
         self._forward: Any = None
         if isinstance(self._first, TorchWorker):  # a worker on a GPU keeps them itself
@@ -110,10 +112,11 @@ class BitWorker:
 
     def launch(self, plan: Plan) -> PendingStep:
         """Compare logits, keys and values at once: the next plan may write over them."""
-        self._twin.sampled = self._chosen()
+        step_plan, plan = plan, plan.decided(self._chosen())
+        self._requests = plan.chosen_for
         self._twin.last.clear()
         self._twin.run(plan)
-        step = self._worker.launch(plan)
+        step = self._worker.launch(step_plan)
         spans = [span for span in plan.spans if span.sample is not None]
         histories = [history for span in spans for history in self._twin.last[id(span)]]
         if self._forward is None:
@@ -132,13 +135,16 @@ class BitWorker:
         assert self._logits is not None
         self._bits.expect("logits", history, as_bits(self._logits[0].clone()))
 
-    def _chosen(self) -> dict[RequestKey, int]:
+    def _chosen(self) -> dict[RequestKey, list[int]]:
         """The tokens that the plan before has chosen."""
         if self._forward is not None:
-            return dict(self._first._sampled)
+            return dict(self._first._chosen)
         torch.cuda.synchronize()
         tokens = self._first._programs.shared.sampled.tolist()
-        return {request: tokens[row] for request, row in self._first._sampled.items()}
+        chosen: dict[RequestKey, list[int]] = {}
+        for request, token in zip(self._requests, tokens, strict=False):
+            chosen.setdefault(request, []).append(token)
+        return chosen
 
     def _compare_pages(self, plan: Plan) -> None:
         """All keys and values that the spans of this step read."""

@@ -85,7 +85,7 @@ class _Step:
                 ((token, logprob),) = sample(logits_of(kv)[None], [spec])
                 chosen.append(Sampled(request, token, logprob))
         self.sampled = tuple(chosen)
-        self.worker.sampled = {one.request: one.token_id for one in chosen}
+        self.worker.choose(chosen)
 
     def result(self) -> StepResult:
         assert self.sampled is not None, "no token was chosen"
@@ -96,6 +96,7 @@ class ChoosingWorker(HashWorker):
     """A ``HashWorker`` whose tokens are sampled from ``logits_of`` as the specs say."""
 
     def launch(self, plan: Plan) -> PendingStep:
+        plan = self.decided(plan)
         rows = [(span.request, kv) for span, kv in self.compute(plan) if span.sample is not None]
         step = _Step(self, rows)
         if not plan.chooses_late:

@@ -254,9 +254,6 @@ def run_schedule(
         overlapped=seed % 2 == 1,
         elastic=ElasticTier if elastic else None,
     )
-    if max_drafts:
-        # Requests with drafts sit out steps, or the device waits.
-        engine._scheduler.drafting.sync_share = 1e6 if seed % 4 == 1 else 0.0
     sizes = engine.stats()
     limit = min(LIMIT, engine._ready.context_limit)
     driver = Driver(engine, clock, rng, bench.oracle.verify, bench.vocabulary, limit)

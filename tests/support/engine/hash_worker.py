@@ -116,20 +116,38 @@ class HashWorker(SynchronousWorker):
         self.device = np.full((device_chunks, chunk_tokens), POISON, dtype=np.uint64)
         self.host = np.full((max(host_chunks, 1), chunk_tokens), POISON, dtype=np.uint64)
         self.plans: list[Plan] = []
-        self.sampled: dict[RequestKey, int] = {}
-        """Token of each request in the latest step, for pending tokens of the next."""
+        self.chosen: dict[RequestKey, list[int]] = {}
+        """Tokens of each request in the latest step, for pending tokens of the next."""
 
     def run(self, plan: Plan) -> StepResult:
+        plan = self.decided(plan)
         rows = [(span.request, kv) for span, kv in self.compute(plan) if span.sample is not None]
         sampled = [sample_after(kv, one, spec) for (one, kv), spec in zip(rows, plan.specs, strict=True)]
-        self.sampled = {one.request: one.token_id for one in sampled}
+        self.choose(sampled)
         return StepResult(tuple(sampled))
 
-    def compute(self, plan: Plan) -> list[tuple[Span, int]]:
-        """Execute all of a plan but the choice of tokens; return each span and the KV of its last token, once for each
-        token that is chosen after a KV of the span."""
-        self.check_plan(plan)
+    def choose(self, sampled: Sequence[Sampled]) -> None:
+        """Take in the tokens of the latest step."""
+        self.chosen = {}
+        for one in sampled:
+            self.chosen.setdefault(one.request, []).append(one.token_id)
+
+    def decided(self, plan: Plan) -> Plan:
+        """Return a plan as its step is computed."""
         self.plans.append(plan)
+        for span in plan.spans:
+            pending = np.flatnonzero(span.tokens == PENDING).tolist()
+            last = len(span.tokens) - 1 - span.drafts
+            assert pending in ([], [last]), "only the last token that is no draft may be pending"
+            assert span.undecided is None or (len(span.undecided) and pending == [0])
+            table = plan.page_tables[span.page_table]
+            assert span.latest_end <= len(table) * self.size, "accepted drafts need more pages"
+        return plan.decided(self.chosen)
+
+    def compute(self, plan: Plan) -> list[tuple[Span, int]]:
+        """Execute all of a decided plan but the choice of tokens; return each span and the KV of its last token, once
+        for each token that is chosen after a KV of the span."""
+        self.check_plan(plan)
         for copy in plan.swap_out:
             self.host[copy.dst] = self.device[copy.src]
         sources = self.device[[copy.src for copy in plan.copies]]  # all are read before any target is written
@@ -168,13 +186,7 @@ class HashWorker(SynchronousWorker):
         for position in range(span.end):
             page, offset = int(table[position // self.size]), position % self.size
             if position >= span.start:
-                token = int(span.tokens[position - span.start])
-                if token == PENDING:
-                    assert position == span.end - 1 - span.drafts, (
-                        "only the last token that is no draft may be pending"
-                    )
-                    token = self.sampled[span.request]
-                kv = token_kv(token, position, seen)
+                kv = token_kv(int(span.tokens[position - span.start]), position, seen)
                 self.device[page, offset] = kv
             kv = int(self.device[page, offset])
             seen = (seen + read_kv(kv, position)) & MASK
