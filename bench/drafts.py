@@ -48,7 +48,7 @@ from pensieve.engine.plan import (
 )
 from pensieve.engine.process.host import settle_collector
 from pensieve.engine.scheduling.drafts import Drafter, Odds
-from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.full import Clock, LaunchedStep
 from pensieve.tokenizer import ChatTokenizer
 
@@ -237,34 +237,6 @@ class VirtualDevice:
         pass
 
 
-class TimedScheduler(Scheduler):
-    """Adds up its processor time from a step's tokens to the next plan, where the device waits for it."""
-
-    batch = 0
-    """Only plans of as many requests count."""
-    waits, seconds = 0, 0.0
-    _planned: Plan | None = None
-    _commit_s: float | None = None
-    """Time of the latest ``commit``; None: a later step was running, so the device did not wait."""
-
-    def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
-        started = time.thread_time()
-        tokens = super().commit(plan, result, now)
-        self._commit_s = time.thread_time() - started if plan is self._planned else None
-        return tokens
-
-    def plan(self, now: float) -> Plan:
-        started = time.thread_time()
-        plan = self._planned = super().plan(now)
-        if self._commit_s is not None and len(self.running) == self.batch:
-            self.waits, self.seconds = (
-                self.waits + 1,
-                self.seconds + self._commit_s + time.thread_time() - started,
-            )
-        self._commit_s = None
-        return plan
-
-
 def virtual_engine(batch: int, host_s: float, device_s: tuple[float, ...]) -> tuple[Engine, Clock]:
     """Return an engine over a ``VirtualDevice``, which has room for all that it is given. ``device_s``: seconds of a
     step, and more for each request and each draft."""
@@ -278,9 +250,8 @@ def virtual_engine(batch: int, host_s: float, device_s: tuple[float, ...]) -> tu
         CacheConfig(device_chunks=1 << 18, host_chunks=0), CostModel(((0, 0.0), (4096, 1e-6)), 1e-6, 32)
     )
     ready = EngineReady(1 << 15, 1 << 31, "virtual", "none", 1 << 23, 0, 32)
-    planner = TimedScheduler(scheduler, cache)
-    planner.batch = batch
-    return Engine(planner, VirtualDevice(clock, host_s, *device_s), ready, clock, overlapped=True), clock
+    device = VirtualDevice(clock, host_s, *device_s)
+    return Engine(Scheduler(scheduler, cache), device, ready, clock, overlapped=True), clock
 
 
 def virtual_row(
@@ -289,11 +260,10 @@ def virtual_row(
     """Return what drafts gain an engine whose host takes ``host_s`` to launch a step. Its scheduler is the real one."""
     engine, clock = virtual_engine(batch, host_s, device_s)
     loop = Loop(engine, turns, max(len(answer) for _, answer in turns), clock)
-    planner = engine._scheduler
-    assert isinstance(planner, TimedScheduler)
-    most, places, rows = planner.drafting.most, _spread(len(turns), count), []
+    drafting = engine._scheduler.drafting
+    most, places, rows = drafting.most, _spread(len(turns), count), []
     for allowed in (0, most):
-        planner.drafting.most = allowed
+        drafting.most = allowed
         rows.append(loop.run(batch, places))
     return {
         "batch": batch, "host ms": 1e3 * host_s, "÷ without": round(rows[1]["tokens/s"] / rows[0]["tokens/s"], 3),
@@ -301,7 +271,6 @@ def virtual_row(
             name: rows[1][name]
             for name in ("tokens a step", "drafts a step", "steps with drafts", "gap ms")
         },
-        "scheduler ms a wait": round(1e3 * planner.seconds / max(1, planner.waits), 3),
     }  # fmt: skip
 
 

@@ -105,11 +105,11 @@ class Drafting:
                 # The first guess is at the place of the first draft. The step that runs chooses one token more than it
                 # accepts: the guess that follows those that agree.
                 pending += common_prefix(undecided, np.array(guesses, np.int32))
-                guesses = guesses[: pending + most]
+            assert request.drafter is not None
+            guesses = guesses[: pending + min(most, request.drafter.most_drafts)]
             drafts = len(guesses) - pending
             if drafts > 0:
                 gain = sum(chances[pending : len(guesses)]) - price * drafts
-                assert request.drafter is not None
                 proposals.append(_Proposal(request, pending, guesses, request.drafter.match, gain))
                 budget -= drafts
         return proposals

@@ -39,7 +39,8 @@ import numpy as np
 from pensieve.core import TokenArray
 
 MOST_DRAFTS: Final = 16
-"""Drafts of a request in one step."""
+"""Drafts of a request in one step, those included that a step before it is testing: with more for each, 64 and more
+requests gain less (bench/results/drafts.md)."""
 MOST_PREDICTED: Final = 64
 """The same while the answer follows a prediction."""
 LONGEST_MATCH: Final = 16
@@ -128,12 +129,13 @@ class Drafter:
         """Length of the match behind the latest drafts; None: they follow the prediction."""
 
     def propose(self, context: TokenArray, most: int, price: float) -> tuple[list[int], list[float]]:
-        """Return up to ``most`` drafts after ``context``, which begins like that of the call before, and the chance
-        that each is accepted. No chance is below ``price``."""
+        """Return up to ``most`` guesses at the tokens after ``context``, which begins like that of the call before, and
+        the chance that each is right. No chance is below ``price``."""
         self._take(context[len(self._text) - self._first :].tolist())
         if self._follows is not None and self._follows < len(self._predicted):
             self.match = None
-            chances = self._chances(min(most, MOST_PREDICTED), price)
+            # A step may be testing the first of them: the next one gets as many.
+            chances = self._chances(min(most, 2 * MOST_PREDICTED), price)
             drafts = self._predicted[self._follows : self._follows + len(chances)]
         else:
             self.match, place = self._find()
@@ -142,6 +144,11 @@ class Drafter:
             chances = self._chances(min(most, MOST_DRAFTS), price)
             drafts = self._continuation(place, len(chances))
         return drafts, chances[: len(drafts)]
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of a step, of the guesses that were proposed last."""
+        return MOST_PREDICTED if self.match is None else MOST_DRAFTS
 
     def _chances(self, most: int, price: float) -> list[float]:
         """Return the chances of up to ``most`` drafts behind the match, as long as they are worth ``price``."""
