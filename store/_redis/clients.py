@@ -5,7 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -188,8 +197,8 @@ class RedisClient(Protocol):
         """Ask the Sentinels whether another primary than ``before`` is in charge."""
         ...
 
-    async def replicas_needed(self, least: int) -> int:
-        """Return how many replicas must have a change so that it survives a fail-over, at least ``least``."""
+    async def replicas_needed(self, least: int, key: str) -> int:
+        """Return how many replicas must have a change of ``key`` so that it survives a fail-over: ``least`` or more."""
         ...
 
     async def beats(self) -> list[str]:
@@ -387,7 +396,7 @@ class ServerClient:
             return False
         return bool(await self._pool.get_master_address() != before)
 
-    async def replicas_needed(self, least: int) -> int:
+    async def replicas_needed(self, least: int, key: str) -> int:
         # Sentinels promote a replica without asking the others. If a change is not on each that may be promoted, a
         # primary that stood still loses it: its other replicas still confirm what comes after the promotion.
         if self._sentinel is None:
@@ -441,6 +450,14 @@ class ServerClient:
             await self._sentinel.aclose()
 
 
+def _electable(nodes: Collection[Mapping[str, Any]]) -> int:
+    """Return how many replicas of the server that listed ``nodes`` may take its place. One that others took for failed
+    may not."""
+    own = next(node["node_id"] for node in nodes if "myself" in node["flags"])
+    replicas = [node["flags"].split(",") for node in nodes if node["master_id"] == own]
+    return sum("fail" not in flags for flags in replicas)
+
+
 class ClusterClient:
     """Redis Cluster. A command goes to the server of its key; a command without a key goes to any server."""
 
@@ -454,6 +471,8 @@ class ClusterClient:
             self._options["connection_class"] = SSLConnection
         self._servers: dict[tuple[str, int], Any] = {}
         self._beats: dict[str, str] = {}
+        self._replicas: dict[str, tuple[float, int]] = {}
+        """When each primary was asked for its replicas that may be promoted, and their number."""
 
     async def run(self, *words: Any) -> Any:
         return await self._client.execute_command(*words)
@@ -504,8 +523,17 @@ class ClusterClient:
         """False: the client learns of changes from its servers' answers."""
         return False
 
-    async def replicas_needed(self, least: int) -> int:
-        return least
+    async def replicas_needed(self, least: int, key: str) -> int:
+        # As with Sentinels: each replica of the primary may take its place, also one that is behind.
+        await self._client.initialize()
+        node = self._client.get_node_from_key(key)
+        now = asyncio.get_running_loop().time()
+        asked_s, count = self._replicas.get(node.name, (-math.inf, 0))
+        if now - asked_s > ASK_AGAIN_S:
+            nodes = await self._client.execute_command("CLUSTER NODES", target_nodes=node)
+            count = _electable(nodes.values())
+            self._replicas[node.name] = now, count
+        return max(least, count)
 
     async def beats(self) -> list[str]:
         await self._client.initialize()

@@ -377,7 +377,7 @@ class RedisLink:
 
     async def _replicated(self, key: str, words: Command) -> Any:
         """Return the reply once enough replicas have the command's write."""
-        needed = await self._client.replicas_needed(self.replicas)
+        needed = await self._client.replicas_needed(self.replicas, key)
         reply, count = await self._client.pair(key, (words, ("WAIT", needed, WAIT_MS)))
         for answer in (reply, count):
             if isinstance(answer, Exception):

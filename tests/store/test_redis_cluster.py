@@ -148,6 +148,36 @@ async def test_a_cluster_without_replicas_has_none(
             await store.ping()
 
 
+async def test_a_change_is_on_every_replica_that_the_cluster_may_promote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One replica of two stands still and may be promoted when it goes on: what it lacks is not acknowledged, until the
+    Cluster takes it for failed."""
+    monkeypatch.setattr(link, "WAIT_MS", 50)
+    monkeypatch.setattr(link, "CALL_LIMIT_S", 30.0)
+    with cluster_group(replicas=2, node_timeout_ms=4000) as group:
+        async with opened_redis(f"{group.url}?replicas=1") as store:
+            names = [key(f"s{number}", TENANT) for number in range(SESSIONS)]
+            servers = await store._link.servers_of([session_keys(name)[0] for name in names])
+            mine = [
+                name
+                for name, server in zip(names, servers, strict=True)
+                if server.endswith(f":{group.servers[0].port}")
+            ]
+            await store.create(row(mine[0]), first_record(), "fp")
+            group.replicas[0].pause()
+            with pytest.raises(Unavailable, match="1 of 2 replicas"):
+                await store.create(row(mine[1]), first_record(), "fp")
+            async with asyncio.timeout(30):
+                while True:
+                    try:
+                        await store.create(row(mine[1]), first_record(), "fp")
+                        break
+                    except Unavailable:
+                        await asyncio.sleep(0.1)
+            group.replicas[0].resume()
+
+
 async def test_nothing_of_a_ping_goes_on_behind_its_answer(
     group: ClusterGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Several real redis-servers as one store: a primary with replicas and Sentinels, and a Cluster without replicas."""
+"""Several real redis-servers as one store: a primary with replicas and Sentinels, and a Cluster."""
 
 from __future__ import annotations
 
@@ -148,39 +148,53 @@ async def replace_primary(group: SentinelGroup) -> RedisServer:
 
 
 class ClusterGroup:
-    """Three servers that share the slots, none of them with a replica."""
+    """Three servers that share the slots, and replicas of the first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, replicas: int = 0, node_timeout_ms: int = NODE_TIMEOUT_MS) -> None:
         self._buses: list[int] = []
         self.servers: list[RedisServer] = []
-        for number in range(3):
+        self.replicas: list[RedisServer] = []
+        for number in range(3 + replicas):
             place = folder / f"server{number}"
             place.mkdir()
             bus = free_port()
             options = ("--cluster-enabled", "yes", "--cluster-port", str(bus))
-            options += ("--cluster-node-timeout", str(NODE_TIMEOUT_MS))
+            options += ("--cluster-node-timeout", str(node_timeout_ms))
+            options += ("--repl-diskless-sync-delay", "0")
             self._buses.append(bus)
-            self.servers.append(RedisServer(place, options=options))
+            (self.servers if number < 3 else self.replicas).append(RedisServer(place, options=options))
 
     @property
     def url(self) -> str:
         return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
 
     def start(self) -> None:
-        clients = []
-        for server in self.servers:
+        clients, everyone = [], [*self.servers, *self.replicas]
+        for server in everyone:
             server.start()
             clients.append(server.client())
-        share = SLOTS // len(clients) + 1
-        for number, client in enumerate(clients):
+        share = SLOTS // len(self.servers) + 1
+        for number, client in enumerate(clients[: len(self.servers)]):
             first = number * share
             client.execute_command("CLUSTER ADDSLOTSRANGE", first, min(first + share, SLOTS) - 1)
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
-        for server, bus in zip(self.servers[1:], self._buses[1:], strict=True):
+        for server, bus in zip(everyone[1:], self._buses[1:], strict=True):
             clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port, bus)
         for client in clients:
-            until(lambda client=client: _is_whole(client), "the Cluster is whole")
+            until(lambda client=client: _is_whole(client, len(everyone)), "the Cluster is whole")
+        first = clients[0].execute_command("CLUSTER MYID")
+        for client in clients[len(self.servers) :]:
+            client.execute_command("CLUSTER REPLICATE", first)
+        until(lambda: self._replicates(clients), "replicas follow, and all servers know it")
+        for client in clients:
             client.close()
+
+    def _replicates(self, clients: list[redis.Redis]) -> bool:
+        """Whether all replicas follow the first server, and every server knows it."""
+        count = len(self.replicas)
+        online = clients[0].info("replication").get("connected_slaves") == count
+        views = [client.execute_command("CLUSTER NODES").values() for client in clients]
+        return online and all(sum("slave" in node["flags"] for node in view) == count for view in views)
 
     def client(self) -> redis.RedisCluster:
         """A plain client for looking behind the store's back."""
@@ -204,24 +218,25 @@ class ClusterGroup:
             client.close()
 
     def stop(self) -> None:
-        for server in self.servers:
+        for server in [*self.servers, *self.replicas]:
+            server.resume()
             server.kill()
 
 
-def _is_whole(client: redis.Redis) -> bool:
+def _is_whole(client: redis.Redis, nodes: int) -> bool:
     info = client.execute_command("CLUSTER INFO")
     text = (
         info
         if isinstance(info, dict)
         else dict(line.split(":", 1) for line in info.decode().split() if ":" in line)
     )
-    return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == 3
+    return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == nodes
 
 
 @contextlib.contextmanager
-def cluster_group() -> Iterator[ClusterGroup]:
+def cluster_group(*, replicas: int = 0, node_timeout_ms: int = NODE_TIMEOUT_MS) -> Iterator[ClusterGroup]:
     with server_folder() as folder:
-        group = ClusterGroup(folder)
+        group = ClusterGroup(folder, replicas=replicas, node_timeout_ms=node_timeout_ms)
         try:
             group.start()
             yield group
