@@ -117,9 +117,8 @@ def _shorten_items(  # type: ignore[no-untyped-def]
     row = tl.load(item + _Q_START, mask=valid, other=0)
     fewer = tl.load(rejected + row, mask=valid, other=0)
     start = tl.load(positions + row, mask=valid, other=0)
-    # Not the prefix of a group, whose first row may be one of an undecided span: all of its rows see all of it.
-    own = tl.load(item + _POSITION, mask=valid, other=-1) == start + fewer
-    changed = valid & own & (fewer > 0)
+    # The prefix of a group ends before all of its rows begin, whatever was accepted: it stays whole.
+    changed = valid & (fewer > 0)
     last = tl.minimum(
         tl.load(item + _BLOCK_ROW, mask=changed, other=0) + tile_rows,
         tl.load(item + _SPAN_ROWS, mask=changed, other=0),

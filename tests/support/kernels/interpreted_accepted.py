@@ -44,7 +44,7 @@ def random_step(rng: random.Random, shared: int) -> tuple[Plan, dict[RequestKey,
     """A plan and what the step before chose: some spans are undecided, others decode, prefill, or wait for one token.
     The tables of all begin with the same ``shared`` pages."""
     spans, tables, chosen, page = [], [], dict[RequestKey, list[int]](), shared
-    for number in range(rng.randint(1, 9)):
+    for number in range(rng.randint(5 if shared else 1, 9)):
         request = RequestKey(number)
         start, drafts = shared * PAGE + rng.randint(1, 70), rng.choice((0, 0, 1, 3, 15))
         undecided = rng.choice((0, 1, 2, 7, 40))
@@ -132,6 +132,7 @@ def test_a_completed_step_is_the_one_that_is_planned_when_all_is_known(seed: int
     made.shared.sampled[: len(sampled)] = torch.tensor(sampled)
 
     batch = make_cuda_batch(plan, PAGE, rows, rule)
+    assert (batch.prefix_groups is not None) == grouped
     known = make_cuda_batch(plan.decided(chosen), PAGE, {}, None)
     staging = np.zeros(made.words, np.int32)
     program, words = made.pack(batch, staging)
