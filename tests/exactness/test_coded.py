@@ -3,19 +3,22 @@ all that it gets, in float64, over every way of restoring a context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pensieve.config import KvDtypeName
+from pensieve.config import CacheConfig, KvDtypeName, SchedulerConfig
+from pensieve.core import Sampling, pack_tokens
 from pensieve.engine.cache import tails
+from pensieve.engine.messages import Output, Submit
 from pensieve.kernels import kv_codec
 from pensieve.kernels.kv_codec import CODES
 from support.engine.checkpoints import FAMILIES, LAYERED, Family
-from support.engine.exactness import EVERY_PATH, SPAN, Bench, run_all, run_schedule
+from support.engine.engine_driver import Clock, make_engine
+from support.engine.exactness import EVERY_PATH, LIMIT, SPAN, Bench, run_all, run_schedule
 from support.lengths import at_length
 from support.model import recurrent_models
 from support.ranks.rank_threads import RankBench
@@ -43,9 +46,23 @@ def bench_of(family: AnyFamily, folder: Path, kv_dtype: KvDtypeName) -> Bench:
     return Bench(family, folder, dtype="float64", kv_dtype=kv_dtype, near_tie=NEAR_TIE)
 
 
+def alone(bench: Bench, context: Sequence[int], count: int) -> list[int]:
+    """The next tokens after a context that an engine gives to nothing else."""
+    cache, scheduler = CacheConfig(32, 0, 16), SchedulerConfig(LIMIT, max_batch_tokens=512)
+    engine = make_engine(cache, scheduler, bench.worker(cache, scheduler), Clock(), bench.vocabulary)
+    sampling = Sampling(max_output_tokens=count, ignore_eos=True)
+    engine.handle(Submit(1, "s", pack_tokens(context), len(context), sampling))
+    tokens: list[int] = []
+    while engine.has_work:
+        for event in engine.step():
+            tokens += event.token_ids if isinstance(event, Output) else ()
+    return tokens
+
+
 @pytest.mark.parametrize(("family", "kv_dtype"), CASES)
 def test_answers_equal_transformers(family: AnyFamily, kv_dtype: KvDtypeName, tmp_path: Path) -> None:
     bench = bench_of(family, tmp_path, kv_dtype)
+    bench.oracle.alone = lambda context, count: alone(bench, context, count)
     run_all(bench, range(at_length(0, 48)))
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
