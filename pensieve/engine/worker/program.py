@@ -25,7 +25,7 @@ from pensieve.engine.plan import Plan, Span
 from pensieve.engine.sampling.sampler import greedy_tokens, sanitize
 from pensieve.engine.worker import spans as span_columns
 from pensieve.engine.worker.spans import Ints32, SpanColumns
-from pensieve.kernels.accepted import ENTRY, Undecided, complete_rows, shorten_items
+from pensieve.kernels.accepted import ENTRY, MOST_ROWS, Undecided, complete_rows, shorten_items
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
@@ -148,6 +148,7 @@ def _undecided(
     for at, span in spans.items():
         if span.undecided is not None:
             first, rows, _, table = host[at].tolist()
+            assert max(rows, len(span.undecided)) <= MOST_ROWS, f"{span.request}: too many drafts"
             entries.append((first, rows, sampled[span.request], len(span.undecided), used, table))
             drafts.append(span.undecided)
             used += len(span.undecided)
