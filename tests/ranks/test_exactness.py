@@ -85,7 +85,7 @@ def test_ranks_choose_alike_under_grammars(bench: RankBench) -> None:
 
 @pytest.mark.parametrize("bench", [("llama3", 2, {})], indirect=True, ids=str)
 def test_ranks_follow_drafts(bench: RankBench) -> None:
-    assert all(run_with_drafts(bench, EVERY_PATH[:1]).values())
+    assert all(run_with_drafts(bench, EVERY_PATH[2:]).values())
 
 
 def stale_page_table(plan: Plan) -> Plan:

@@ -33,6 +33,25 @@ PLANS = {
         (np.array([9, 8], np.int32), np.array([0, 3, 1], np.int32)),
         copies=(Copy(3, 4),),
     ),
+    "undecided drafts": Plan(
+        3,
+        (
+            Span(
+                RequestKey(9),
+                3,
+                np.array([-1, 7, 8], np.int32),
+                0,
+                SPEC,
+                drafts=2,
+                undecided=np.array([5], np.int32),
+            ),
+            Span(RequestKey(2), 30, np.array([1], np.int32), 1, SPEC),
+            Span(
+                RequestKey(3), 6, np.array([-1], np.int32), 0, SPEC, undecided=np.array([4, 2, 1], np.int32)
+            ),
+        ),
+        (np.array([9, 8], np.int32), np.array([0, 3, 1], np.int32)),
+    ),
     "windows": Plan(
         4,
         (
@@ -83,6 +102,9 @@ def test_a_plan_arrives_as_it_was_but_for_how_tokens_are_chosen(name: str) -> No
             was.stores,
         )
         assert span.tokens.tolist() == was.tokens.tolist() and span.tokens.dtype == np.int32
+        assert span.drafts == was.drafts and (span.undecided is None) == (was.undecided is None)
+        if span.undecided is not None and was.undecided is not None:
+            assert span.undecided.tolist() == was.undecided.tolist() and span.undecided.dtype == np.int32
         if was.sample is None:
             assert span.sample is None
         else:

@@ -26,8 +26,9 @@ from pensieve.engine.cache.pages import PageSize
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.messages import SetMemory
-from pensieve.engine.plan import StepWorker
+from pensieve.engine.plan import Plan, StepWorker
 from pensieve.engine.scheduling.request import Request
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.hybrid_sizing import NO_TIER
 from pensieve.engine.worker.invariance import with_even_head
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
@@ -273,9 +274,19 @@ def run_schedule(
 
 
 def run_with_drafts(bench: Bench, seeds: Iterable[int]) -> Counter[str]:
-    """Schedules whose answers are drafted by an adversary that has seen them before; the drafts by what became of
-    them."""
+    """Schedules whose answers are drafted by an adversary that has seen them before; the drafts by what became of them,
+    and the spans behind undecided drafts if a seed gives an overlapped engine."""
+    seeds = list(seeds)
     totals, answers = Counter({"accepted": 0, "rejected": 0}), dict[bytes, list[int]]()
+    if any(seed % 2 for seed in seeds):
+        totals["undecided"] = 0
+    launched = Scheduler.on_launched
+
+    def counted(self: Scheduler, plan: Plan) -> None:
+        undecided = sum(span.undecided is not None for span in plan.spans)
+        if undecided:
+            totals["undecided"] += undecided
+        launched(self, plan)
 
     def answer(request: Request, known: Sequence[int], count: int) -> Sequence[int]:
         right = answers.get(request.tokens[: request.prompt_tokens].tobytes(), [])
@@ -286,6 +297,7 @@ def run_with_drafts(bench: Bench, seeds: Iterable[int]) -> Counter[str]:
             answers[np.array(turn.context, np.int32).tobytes()] = turn.outputs[0]
         with pytest.MonkeyPatch.context() as patch:
             Adversary(random.Random(seed), answer, bench.vocabulary).install(patch)
+            patch.setattr(Scheduler, "on_launched", counted)
             stats = run_schedule(bench, seed, max_drafts=40).engine.stats()
         totals["accepted"] += stats.accepted_total
         totals["rejected"] += stats.drafted_total - stats.accepted_total
