@@ -400,6 +400,19 @@ def test_an_answer_begins_with_the_odds_of_others() -> None:
     assert later[0] < fresh[0] and later == pytest.approx(learnt, rel=0.05)
 
 
+def test_odds_that_others_spoilt_are_not_for_good() -> None:
+    """Answers that repeat nothing must not keep others from drafts. A prediction is tried whatever others were worth."""
+    text, odds = np.array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], np.int32), Odds()
+    spoiler = Drafter(1, (), odds)
+    for match in (0, 2, 4, 8, 16, None) * 200:
+        spoiler.learn(match, 0, 1)
+    assert Drafter(10, [9], odds).propose(text, 1, 0.5)[0] == [9]
+    drafter, skipped = Drafter(1, (), odds), 0
+    while not drafter.propose(text, 5, 0.1)[0]:
+        skipped += 1
+    assert skipped == 64
+
+
 def test_a_prediction_is_followed_from_the_first_token_and_found_again() -> None:
     predicted = range(10, 30)
     drafter = Drafter(3, predicted, Odds())

@@ -156,9 +156,8 @@ class Drafting:
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
         if request is not None and request.guesses:
             request.on_drafts(accepted)
-            if (
-                not request.guesses or request.finished is not None
-            ):  # else the step that runs has drafts there
+            # Otherwise the step that runs has drafts on these pages.
+            if not request.guesses or request.finished is not None:
                 self._cache.take_back(request.session, request.length)
 
     def on_timed(self, plan: Plan, seconds: float, idle: float | None) -> None:

@@ -15,6 +15,7 @@ state                       only writer     fails safely because
 ==========================  ==============  =====================================================================
 places of a conversation    ``Drafter``     a wrong place gives a wrong draft, which is not chosen
 odds of a request's drafts  ``Drafter``     wrong odds cost rows, or steps
+odds of all answers         ``Drafter``     the same: they are the odds of an answer at its start
 costs of a row and a step   ``StepCosts``   the same
 who drafts, totals          ``Drafting``    a wrong choice costs steps
 drafts of a span            the plan        they end with its step: suspension, cancel or death leave none
@@ -58,6 +59,9 @@ _HITS, _TRIES = 1.5, 2.0
 """Odds at the start, as if seen: optimistic, since only drafts that are tried teach anything."""
 _MOST_TRIES: Final = 1000.0
 """With this many the older half is forgotten."""
+_TRIED_AGAIN: Final = 64
+"""Matches whose drafts were not worth their price, until the odds of their answer are those at the start again. Other
+answers may be of another kind, and so may this one by now."""
 _BUCKETS: Final = (0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5)
 """Bucket of the odds for each length of a match."""
 _PREDICTED: Final = 6
@@ -79,13 +83,12 @@ class Odds:
     """How often drafts were right that came after others that were, by the length of the match and its distance."""
 
     def __init__(self, begin: Odds | None = None) -> None:
-        """``begin``: those of more answers, which are the odds of one until its own drafts have shown others."""
-        if begin is None:
-            self._hits = [_HITS] * _PREDICTED + [5 * _TRIES - 0.5]
-            self._tries = [_TRIES] * _PREDICTED + [5 * _TRIES]
-        else:
-            self._hits = [_TRIES * rate for rate in begin.rates]
-            self._tries = [_TRIES] * len(self._hits)
+        """``begin``: those of more answers, which are the odds of one until its own drafts have shown others. A
+        prediction is its caller's own."""
+        self._hits = [_HITS] * _PREDICTED + [5 * _TRIES - 0.5]
+        self._tries = [_TRIES] * _PREDICTED + [5 * _TRIES]
+        if begin is not None:
+            self._hits[:_PREDICTED] = [_TRIES * rate for rate in begin.rates[:_PREDICTED]]
         self.rates: list[float] = [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
         """By bucket."""
 
@@ -127,6 +130,8 @@ class Drafter:
         """Places before this one are entered: all but the last, which has no successor to draft."""
         self.match: int | None = 0
         """Length of the match behind the latest drafts; None: they follow the prediction."""
+        self._skipped = 0
+        """Matches since the latest drafts, or since the odds began anew."""
 
     def propose(self, context: TokenArray, most: int, price: float) -> tuple[list[int], list[float]]:
         """Return up to ``most`` guesses at the tokens after ``context``, which begins like that of the call before, and
@@ -142,6 +147,9 @@ class Drafter:
             if not self.match:
                 return [], []
             chances = self._chances(min(most, MOST_DRAFTS), price)
+            self._skipped = 0 if chances else self._skipped + 1
+            if self._skipped == _TRIED_AGAIN:
+                self._odds, self._skipped = Odds(), 0
             drafts = self._continuation(place, len(chances))
         return drafts, chances[: len(drafts)]
 

@@ -247,9 +247,8 @@ class Scheduler:
                 self._running.requeue(request, now)
                 specs.append(None)
             else:
-                index = (
-                    request.output_tokens - 1
-                )  # of the token that this step chooses, whatever was accepted
+                # Of the token that this step chooses, whatever was accepted.
+                index = request.output_tokens - 1
                 prompt, output = request.sampling_context(index)
                 mask = masks.get(request.key)
                 spec = msgspec.structs.replace(
@@ -267,8 +266,7 @@ class Scheduler:
         drafted = [span for span in plan.spans if span.drafts]
         # The drafts of each request that were not accepted yet, the next one last.
         drafts = {span.request: span.tokens[: -span.drafts - 1 : -1].tolist() for span in drafted}
-        ended = set[RequestKey]()
-        """Requests whose next draft was wrong, or that have no more."""
+        ended = set[RequestKey]()  # their next draft was wrong, or they have no more
         for sampled in result.sampled:
             request = self._running.get(sampled.request)
             if request is None or request.finished is not None:
