@@ -401,7 +401,7 @@ def test_an_answer_begins_with_the_odds_of_others() -> None:
 
 
 def test_odds_that_others_spoilt_are_not_for_good() -> None:
-    """Answers that repeat nothing must not keep others from drafts. A prediction is tried whatever others were worth."""
+    """Answers that repeat nothing do not keep others from drafts. A prediction is tried whatever others were worth."""
     text, odds = np.array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], np.int32), Odds()
     spoiler = Drafter(1, (), odds)
     for match in (0, 2, 4, 8, 16, None) * 200:
