@@ -107,6 +107,12 @@ def test_a_host_page_is_written_once() -> None:
     play("window of 13, one layer", 258)
 
 
+def test_a_state_is_written_once() -> None:
+    """Two candidates computed their common beginning in one plan, one of them a part of a chunk for which there was room
+    in the plan, and both stored a state in that chunk's slice."""
+    play("state", 770140, TIGHT)
+
+
 def short_window(self: Tails, position: int) -> int:
     """A slice falls behind one position too early."""
     return reach(self, position + 1)

@@ -329,7 +329,7 @@ class Tails:
 
         With windows: more than ``LEAST_SPAN`` only in free pages. With states: a step ends at the end of the shared
         chunks, if their last state is not held; the next request that shares them goes on from it. And it does not
-        end inside a chunk that others may come to share, so that all owners can use the state that it leaves there.
+        end inside a chunk that others share or may come to share, so that all owners can use the state there.
         """
         if self.has_states:
             taken = 0
@@ -339,8 +339,9 @@ class Tails:
                 stop = min(end, start + tokens - taken)
                 if stops and start < common < stop:
                     return taken + common - start
-                if stop < end and stop % self._size and session.chunks[stop // self._size].digest:
-                    return taken + max(stop // self._size * self._size - start, 0)
+                at = stop // self._size
+                if stop < end and stop % self._size and (at < session.shared or session.chunks[at].digest):
+                    return taken + max(at * self._size - start, 0)
                 taken += stop - start
             return tokens
         free = max(self._tiers.device.free(1) - self._tiers.promised, 0) * self._size
