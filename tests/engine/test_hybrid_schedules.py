@@ -108,8 +108,8 @@ def test_a_host_page_is_written_once() -> None:
 
 
 def test_a_state_is_written_once() -> None:
-    """Two candidates computed their common beginning in one plan, one of them a part of a chunk for which there was room
-    in the plan, and both stored a state in that chunk's slice."""
+    """Two candidates computed their common beginning in one plan, one of them only the part of a chunk for which there
+    was room, and both stored a state in that chunk's slice."""
     play("state", 770140, TIGHT)
 
 
