@@ -18,7 +18,7 @@ from pensieve.core import Sampling
 from pensieve.engine.beams import BeamSearch, BeamStep, Hypothesis, end_tokens, max_pages, place_beams
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.hf_beams import BeamCase, HfBeams, TableConfig, TableModel
-from support.lengths import at_length
+from support.lengths import seeds
 
 PENALTIES = (0.0, 0.6, 1.0, 2.0, -1.0)
 
@@ -63,7 +63,7 @@ def test_equals_transformers_bit_for_bit() -> None:
     rng = random.Random(7)
     found: list[Hypothesis] = []
     seen: Counter[str] = Counter()
-    for seed in range(at_length(120, 600)):
+    for seed in seeds(120, 600):
         vocab = rng.choice((8, 16, 40))
         spread = rng.choice((0.3, 1.0, 3.0))
         model = HfBeams(TableModel(TableConfig(vocab_size=vocab, rows=9973, spread=spread, seed=seed)))

@@ -33,7 +33,7 @@ from support.engine.choosing import EOS, STOP, VOCAB, ChoosingWorker, expected, 
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, oracle_tokens, verify_beams, verify_tokens
 from support.engine.structured_rig import Answers, make_structured
-from support.lengths import at_length
+from support.lengths import seeds
 
 TOKENIZER = make_tokenizer()
 LIMIT = 120
@@ -122,7 +122,7 @@ def test_answers_equal_a_stateless_run(overlapped: bool) -> None:
     )
     if overlapped:
         totals |= {"undecided": 0, "undecided, with drafts": 0, "undecided, chosen late": 0}
-    for seed in range(at_length(6, 300)):
+    for seed in seeds(6, 300):
         play(2 * seed + overlapped, totals, overlapped=overlapped)
     assert all(totals.values()), f"a path was never taken: {totals}"
 
@@ -202,7 +202,7 @@ def answers_of(rng: random.Random, *, overlapped: bool, tight: bool) -> Engine:
 
 def test_answers_of_any_sampling() -> None:
     totals = Counter({"accepted": 0, "rejected": 0, "suspended": 0})
-    for number in range(at_length(12, 200)):
+    for number in seeds(12, 200):
         seed, overlapped = number // 2, number % 2 == 1
         engine = answers_of(random.Random(f"{seed}{overlapped}"), overlapped=overlapped, tight=seed % 2 == 0)
         stats = engine.stats()

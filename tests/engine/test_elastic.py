@@ -21,7 +21,7 @@ from pensieve.engine.ranks.codec import decode, encode
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY
 from support.engine.hybrid_worker import HybridOracle, HybridWorker
-from support.lengths import at_length
+from support.lengths import seeds
 
 SIZE = 4
 FULL = CacheGroup("full", 0, 2, SIZE, 3)
@@ -114,7 +114,7 @@ def play(name: str, seed: int, worker_of: Callable[[CacheConfig], HybridWorker] 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_a_stateless_run_whatever_the_size(name: str) -> None:
     paths: Counter[str] = Counter()
-    for seed in range(at_length(6, 400)):
+    for seed in seeds(6, 400):
         driver = play(name, seed)
         for turn in driver.finished:
             assert turn.usage is not None and turn.usage.reconciles

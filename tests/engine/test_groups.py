@@ -18,7 +18,7 @@ from pensieve.engine.scheduling.request import Request
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.engine.hybrid_worker import HybridOracle, HybridWorker
-from support.lengths import at_length
+from support.lengths import FIRST_SEED, at_length
 
 
 def run(seed: int, *, overlapped: bool) -> tuple[Driver, HashWorker]:
@@ -58,7 +58,8 @@ def run(seed: int, *, overlapped: bool) -> tuple[Driver, HashWorker]:
 def test_groups_answer_as_turns_of_their_own(block: int) -> None:
     """Each second schedule plans steps ahead. No schedule is played in both ways: others find more."""
     seen: Counter[str] = Counter()
-    for seed in range(28 * block, 28 * (block + 1)):
+    first = FIRST_SEED + 28 * block
+    for seed in range(first, first + 28):
         driver, worker = run(seed, overlapped=seed % 2 == 1)
         for turn in driver.finished:
             seen["candidates"] += len(turn.outputs) > 1

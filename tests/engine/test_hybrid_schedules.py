@@ -19,7 +19,7 @@ from pensieve.engine.plan import Chain
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY
 from support.engine.hybrid_worker import HybridOracle, HybridWorker
-from support.lengths import at_length
+from support.lengths import at_length, seeds
 
 SIZE = 4
 FULL = CacheGroup("full", 0, 2, SIZE, 3)
@@ -74,7 +74,7 @@ def play(name: str, seed: int, tiers: Sequence[tuple[int, int]] = TIERS) -> Driv
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_a_stateless_run(name: str) -> None:
     paths: Counter[str] = Counter()
-    for seed in range(at_length(8, 600)):
+    for seed in seeds(8, 600):
         driver = play(name, seed, TIERS if seed % 4 or "alone" in name else TIGHT)
         for turn in driver.finished:
             assert turn.usage is not None and turn.usage.reconciles

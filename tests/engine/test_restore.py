@@ -15,7 +15,7 @@ from pensieve.engine.cache import restore
 from pensieve.engine.cache.chunk import Range, tokens_in
 from pensieve.engine.cache.restore import GroupKind, Needs, SpanPart
 from support.cache.numeric_decoder import VOCABULARY, Decoder, Pages, Run, close, stateless
-from support.lengths import at_length
+from support.lengths import at_length, seeds
 
 KINDS: tuple[tuple[GroupKind, ...], ...] = (
     ("full",),
@@ -209,7 +209,7 @@ def test_reads_lists_the_slices_that_missing_positions_and_the_next_one_need() -
 
 
 def test_needed_slices_serve_each_position_near_the_end() -> None:
-    for seed in range(at_length(500, 5_000)):
+    for seed in seeds(500, 5_000):
         rng = random.Random(seed)
         size, end, needs = rng.randint(1, 9), rng.randint(0, 80), random_needs(rng, narrowest=2)
         have = [random_filled(rng, -(-end // size), size) for _ in needs]
@@ -377,7 +377,7 @@ class Family:
 
 def test_computing_the_missing_set_gives_what_a_stateless_run_gives() -> None:
     missed = 0
-    for seed in range(at_length(30, 150)):
+    for seed in seeds(30, 150):
         family = Family.random(seed)
         missed += sum(family.verify_random_cache() > 0 for _ in range(10))
     assert missed > at_length(100, 500)

@@ -21,10 +21,9 @@ from support.engine import engine_driver
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY
 from support.engine.hybrid_worker import HybridOracle, HybridWorker
-from support.lengths import at_length
+from support.lengths import seeds
 
 KINDS = ("full", "window", "state")
-SCHEDULES = at_length(7, 600)
 ADMIT, BRANCH = RunningSet.admit, CacheManager.branch
 
 
@@ -189,7 +188,7 @@ def test_no_admission_takes_more_than_it_asked_for(
 ) -> None:
     monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)
     found = dict.fromkeys(("answers", "candidates", "suspended"), 0)
-    for seed in range(SCHEDULES):
+    for seed in seeds(7, 600):
         driver = play(kind, seed, elastic=elastic)
         if driver is not None:
             found["answers"] += len(driver.finished)
@@ -202,5 +201,5 @@ def test_no_admission_takes_more_than_it_asked_for(
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_beam_searches_on_tight_tiers(kind: str, elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)
-    played = [play(kind, seed, elastic=elastic, beams=True) for seed in range(at_length(20, 600))]
+    played = [play(kind, seed, elastic=elastic, beams=True) for seed in seeds(20, 600)]
     assert any(turn.beams for driver in played if driver is not None for turn in driver.finished)

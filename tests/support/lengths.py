@@ -8,11 +8,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 LONG = os.environ.get("PENSIEVE_LONG_TESTS") == "1"
+FIRST_SEED = int(os.environ.get("PENSIEVE_FIRST_SEED", "0"))
 
 
 def at_length(short: T, long: T) -> T:
     """``short``, or ``long`` where PENSIEVE_LONG_TESTS=1 asks for it."""
     return long if LONG else short
+
+
+def seeds(short: int, long: int) -> range:
+    """``short`` seeds of random cases, or ``long``, from PENSIEVE_FIRST_SEED on: cases that no run has had yet."""
+    return range(FIRST_SEED, FIRST_SEED + at_length(short, long))
 
 
 def some(cases: Sequence[T], count: int) -> Sequence[T]:
