@@ -36,6 +36,18 @@ _LISTS_AT = tl.constexpr(work_lists.LISTS_AT)
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The T rows of a step, all int32 [T] on its device."""
+
+    tokens: torch.Tensor
+    source: torch.Tensor
+    """Row of the token among those that the step before chose, or -1 where ``tokens`` has it."""
+    positions: torch.Tensor
+    slots: torch.Tensor
+    """``page * page_tokens + offset``"""
+
+
+@dataclass(frozen=True, slots=True)
 class Undecided:
     """The undecided spans of a step, all int32 on its device."""
 
@@ -80,25 +92,17 @@ def _complete_rows(  # type: ignore[no-untyped-def]
 
 
 def complete_rows(
-    tokens: torch.Tensor,
-    source: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    sampled: torch.Tensor,
-    undecided: Undecided | None,
-    pages: torch.Tensor,
-    page_tokens: int,
+    rows: Rows, sampled: torch.Tensor, undecided: Undecided | None, pages: torch.Tensor, page_tokens: int
 ) -> None:
-    """Complete ``tokens``, ``positions`` and ``slots``, int32 [T], in place. ``source`` int32 [T]: row of the token in
-    ``sampled``, or -1 where ``tokens`` has it. ``sampled`` int64 [s]: what the step before chose. ``pages`` int32: all
-    page tables, of pages of ``page_tokens``. Slots: ``page * page_tokens + offset``."""
-    count = len(tokens)
+    """Complete tokens, positions and slots of ``rows`` in place. ``sampled`` int64 [s]: what the step before chose.
+    ``pages`` int32: all page tables, of pages of ``page_tokens``."""
+    tokens, count = rows.tokens, len(rows.tokens)
     programs = triton.cdiv(count, _BLOCK)
     entries = 0 if undecided is None else len(undecided.entries)
     some = undecided or Undecided(tokens, tokens, tokens)  # not read
     _complete_rows[(programs + entries,)](
-        tokens, source, positions, slots, count, sampled, some.entries, some.drafts, some.rejected, pages, programs,
-        PAGE=page_tokens, BLOCK=_BLOCK, MOST=MOST_ROWS, UNDECIDED=entries > 0,
+        tokens, rows.source, rows.positions, rows.slots, count, sampled, some.entries, some.drafts, some.rejected,
+        pages, programs, PAGE=page_tokens, BLOCK=_BLOCK, MOST=MOST_ROWS, UNDECIDED=entries > 0,
     )  # fmt: skip
 
 

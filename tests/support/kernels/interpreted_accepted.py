@@ -138,10 +138,7 @@ def test_a_completed_step_is_the_one_that_is_planned_when_all_is_known(seed: int
     program, words = made.pack(batch, staging)
     program._block[:words] = torch.from_numpy(staging[:words])
     view = program._view
-    complete_rows(
-        view["tokens"], view["source"], view["positions"], view["slots"], made.shared.sampled, program._undecided,
-        view["pages"], PAGE,
-    )  # fmt: skip
+    complete_rows(program._rows, made.shared.sampled, program._undecided, view["pages"], PAGE)
     if program._undecided is not None:
         program._shorten_items(program._undecided)
     count, order = len(known.tokens), rows_by_table(batch)
