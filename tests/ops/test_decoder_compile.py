@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import triton
 
-from pensieve.kernels import activation, fp8_product, kv_write, norm, row_product
+from pensieve.kernels import accepted, activation, fp8_product, kv_write, norm, row_product
 from pensieve.kernels.arguments import Activation
 from support.kernels.compiled_kernels import CUOBJDUMP, Binary, build, dump
 
@@ -83,6 +83,17 @@ def test_the_product_of_one_row(width: int, bias: bool) -> None:
     # All weights of a block, at least, are on their way before any is multiplied. (Triton 3.6 has two blocks.)
     found = re.findall(r"LDG\.\S*128|FFMA", dump(binary.cubin, "-sass"))
     assert found.index("FFMA") > 8
+
+
+@pytest.mark.parametrize("undecided", [False, True])
+def test_rows_behind_drafts(undecided: bool) -> None:
+    words = ("tokens", "source", "positions", "slots", "entries", "drafts", "rejected", "pages", "words")
+    types = {name: "*i32" for name in words} | {"sampled": "*i64", "count": "i32", "programs": "i32"}
+    fixed = {"PAGE": 32, "BLOCK": 256, "MOST": accepted.MOST_ROWS, "UNDECIDED": undecided}
+    options = {"enable_fp_fusion": True}  # Triton 3.9 asks for it
+    fits(build(accepted._complete_rows, types, fixed, options), accepted._complete_rows)
+    tiles = {"NARROW": 0, "WIDE": 1, "NARROW_ROWS": 16, "WIDE_ROWS": 128, "GROUPS": 4, "BLOCK": 256}
+    fits(build(accepted._shorten_items, types, tiles, options), accepted._shorten_items)
 
 
 @pytest.mark.parametrize("width", [4096, 5120, 13824, 28672])
