@@ -162,6 +162,7 @@ FOUND = [
     ("window", 371, True, False),
     ("window", 41, True, True),
     ("window", 83, True, True),
+    ("window", 3_000_898, False, True),
 ]
 """Schedules that have found faults: the page of a copied last chunk was not counted (58 and 9), a session took over
 chunks that it had not been admitted for (300076), a candidate loaded a state that the same plan saved (1174), a warm-up
@@ -169,7 +170,8 @@ waited for room that nothing would make (52), and the worth of a shared run was 
 was let in whose windows had no room and never ended (0), a beam that branched off more than one token back let go of
 its window before it was read (76), and one was computed before the leader's restore that it read (168). An elastic
 tier at its ceiling shrank so that one end had no room for pages that it had promised (329 and 371), and a beam that
-branched off at the end of a chunk took a page that no room was made for (41 and 83)."""
+branched off at the end of a chunk took a page that no room was made for (41 and 83). A beam loaded slices that the same
+plan was still saving, although its source was to compute them again (3,000,898)."""
 
 
 @pytest.mark.parametrize(("kind", "seed", "elastic", "beams"), FOUND)

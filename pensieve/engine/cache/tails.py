@@ -230,8 +230,9 @@ class Tails:
         self.keep_promise(session)
 
     def absent(self, session: CachedSession) -> list[OtherSlice]:
-        """Return the held slices that lie on the host and must be loaded."""
-        return [part for part in session.held if part.device == NOWHERE and part.host != NOWHERE]
+        """Return the held slices that lie on the host and must be loaded; not those that will be computed again."""
+        held = session.held
+        return [part for part in held if part.device == NOWHERE and part.host != NOWHERE and part.filled]
 
     def begin_branch(self, session: CachedSession, origin: CachedSession, tail: Chunk) -> None:
         """Hold what a request needs that goes on from the context of ``origin``, with ``tail`` as its last chunk. Call
