@@ -36,7 +36,7 @@ _LISTS_AT = tl.constexpr(work_lists.LISTS_AT)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """The T rows of a step, all int32 [T] on its device."""
 
     tokens: torch.Tensor
@@ -92,7 +92,7 @@ def _complete_rows(  # type: ignore[no-untyped-def]
 
 
 def complete_rows(
-    rows: Rows, sampled: torch.Tensor, undecided: Undecided | None, pages: torch.Tensor, page_tokens: int
+    rows: StepRows, sampled: torch.Tensor, undecided: Undecided | None, pages: torch.Tensor, page_tokens: int
 ) -> None:
     """Complete tokens, positions and slots of ``rows`` in place. ``sampled`` int64 [s]: what the step before chose.
     ``pages`` int32: all page tables, of pages of ``page_tokens``."""

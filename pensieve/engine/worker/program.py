@@ -25,7 +25,7 @@ from pensieve.engine.plan import Plan, Span
 from pensieve.engine.sampling.sampler import greedy_tokens, sanitize
 from pensieve.engine.worker import spans as span_columns
 from pensieve.engine.worker.spans import Ints32, SpanColumns
-from pensieve.kernels.accepted import ENTRY, MOST_ROWS, Rows, Undecided, complete_rows, shorten_items
+from pensieve.kernels.accepted import ENTRY, MOST_ROWS, StepRows, Undecided, complete_rows, shorten_items
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
@@ -268,7 +268,7 @@ class StepProgram:
         self._view = view
         for name in self._slot_names():
             view[name].fill_(NO_SLOT)
-        self._rows = Rows(view["tokens"], view["source"], view["positions"], view["slots"])
+        self._rows = StepRows(view["tokens"], view["source"], view["positions"], view["slots"])
         self._undecided: Undecided | None = None
         if size.undecided:
             entries = view["undecided"].view(-1, ENTRY)
