@@ -14,8 +14,8 @@ candidates is a group of requests, and so is a beam search, which ``engine.beams
 events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
-the device waits for Python only where drafts are worth it (``Scheduler.should_wait``). Not overlapped, a step's result
-is awaited before the next is planned.
+the device waits for Python only where a request with drafts may have to leave the batch
+(``Scheduler.should_wait``). Not overlapped, a step's result is awaited before the next is planned.
 
 The writer of each piece of state:
 
