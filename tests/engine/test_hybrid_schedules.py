@@ -113,6 +113,12 @@ def test_a_state_is_written_once() -> None:
     play("state", 770140, TIGHT)
 
 
+def test_a_warm_up_that_finds_all_of_its_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan was empty, so no step ended that could remove it, and the engine never idled."""
+    monkeypatch.setattr(tails, "LEAST_SPAN", 16)
+    play("window alone", 7_000_424, TIERS)
+
+
 def short_window(self: Tails, position: int) -> int:
     """A slice falls behind one position too early."""
     return reach(self, position + 1)

@@ -212,8 +212,14 @@ class Scheduler:
             self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
         self._steps += 1
         if self.cache.two_groups:
-            return self._plan_two_groups(work, memory)
-        return self._plan_one_group(work, drafts, memory)
+            plan = self._plan_two_groups(work, memory)
+        else:
+            plan = self._plan_one_group(work, drafts, memory)
+        if plan.is_empty:
+            self._remove_ended(
+                now
+            )  # a warm-up that found all of its context: no step ends that could remove it
+        return plan
 
     def on_launched(self, plan: Plan) -> None:
         """Record that the worker has begun ``plan``: later plans come after it."""
@@ -291,14 +297,19 @@ class Scheduler:
         for span in drafted:
             accepted = span.drafts - len(drafts[span.request])
             self.drafting.end(self._running.get(span.request), accepted, span.drafts)
-        for request in list(self._running.requests):
+        for request in self._running.requests:
             if request.restored is None and not request.waits_for_history:
                 request.history_present(now)
+        self._remove_ended(now)
+        return tokens
+
+    def _remove_ended(self, now: float) -> None:
+        """Remove the requests for which nothing is left to do."""
+        for request in list(self._running.requests):
             # A finished request stays until a launched step computes the KV of its last token, for the next
             # turn. A stateless engine keeps no KV, so it does not wait.
             if request.finished is not None and (self.config.stateless or not request.missing):
                 self._running.remove(request, now)
-        return tokens
 
     def _accept(self, request: Request, now: float, *, is_last: bool) -> None:
         """Take in that the newest known token was a draft, whose KV the step has computed. The step has chosen the
