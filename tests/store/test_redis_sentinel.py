@@ -242,6 +242,7 @@ async def test_a_primary_that_was_replaced_is_no_store_that_went_back(
 ) -> None:
     """Another server has used the new primary. This one has not heard of it, but its client has seen more than it."""
     monkeypatch.setattr(clients, "ASK_AGAIN_S", LIMIT_S)
+    monkeypatch.setattr(link, "CALL_LIMIT_S", LIMIT_S)
     new = key("new")
 
     async def seen(late: RedisStore) -> SessionRow:
