@@ -530,6 +530,8 @@ class ClusterClient:
         now = asyncio.get_running_loop().time()
         asked_s, count = self._replicas.get(node.name, (-math.inf, 0))
         if now - asked_s > ASK_AGAIN_S:
+            if node.name in self._replicas:
+                self._replicas[node.name] = now, count  # other calls need not ask as well
             nodes = await self._client.execute_command("CLUSTER NODES", target_nodes=node)
             count = _electable(nodes.values())
             self._replicas[node.name] = now, count

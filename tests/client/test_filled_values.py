@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from pensieve.client import _values, decode
 from pensieve.core import Usage
 from pensieve.v1 import pensieve_pb2 as pb
+from support.filled_fields import named_fields
 
 SOURCES: dict[str, tuple[type, Any, set[str], set[str]]] = {
     "Item": (_values.Item, pb.Item, set(), {"tokens"}),
@@ -26,30 +25,17 @@ SOURCES: dict[str, tuple[type, Any, set[str], set[str]]] = {
     "Limits": (_values.Limits, pb.Limits, set(), {"max_ttl", "request_id_retention", "disconnect_grace"}),
     "ServerInfo": (_values.ServerInfo, pb.GetServerInfoResponse, set(), set()),
 }
-"""Of each value: its class, its message, the fields that no message has (log-probabilities come with the pieces of an
-answer), and the message's fields that it has under another name or not at all."""
-
-
-def converted() -> dict[str, set[str]]:
-    """Return the fields that each call names, by value."""
-    calls = ast.walk(ast.parse(Path(decode.__file__).read_text(encoding="utf-8")))
-    return {
-        call.args[0].id: {str(keyword.arg) for keyword in call.keywords}
-        for call in calls
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Name)
-        and call.func.id == "_same"
-        and isinstance(call.args[0], ast.Name)
-    }
+"""Class, message, fields that no message has, and fields of the message that the value has under another name or not at
+all. Log-probabilities come with the pieces of an answer."""
 
 
 def test_each_value_is_looked_at() -> None:
-    assert converted().keys() == SOURCES.keys()
+    assert named_fields(decode).keys() == SOURCES.keys()
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_each_field_has_a_source_and_no_message_loses_one(name: str) -> None:
     kind, message, otherwise, renamed = SOURCES[name]
-    found = converted()[name] | set(decode._shared_names(kind, message))
+    found = named_fields(decode)[name] | set(decode._shared_names(kind, message))
     assert set(kind.__annotations__) - found == otherwise
     assert set(message.DESCRIPTOR.fields_by_name) - found == renamed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from pensieve.server.sessions.subjects import SessionReceipt
 from pensieve.server.settings import RequestLimits
 from pensieve.server.values import Accepted, ProgressView, TurnView
 from pensieve.store.records import CandidateAnswer, Item, SessionConfig, SessionRow
+from support.filled_fields import named_fields
 
 SOURCES: dict[str, tuple[type, set[str]]] = {
     "Session": (SessionRow, {"active_turn", "expire_time", "residency"}),
@@ -31,29 +30,16 @@ SOURCES: dict[str, tuple[type, set[str]]] = {
     "Limits": (RequestLimits, set()),
     "GetServerInfoResponse": (ServerFacts, set()),
 }
-"""Of each message: the value that it is made from, and the fields that are set in another way."""
-
-
-def converted() -> dict[str, set[str]]:
-    """Return the fields that each call names, by message."""
-    calls = ast.walk(ast.parse(Path(convert.__file__).read_text(encoding="utf-8")))
-    return {
-        call.args[0].attr: {str(keyword.arg) for keyword in call.keywords}
-        for call in calls
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Name)
-        and call.func.id == "_same"
-        and isinstance(call.args[0], ast.Attribute)
-    }
+"""The value that each message is made from, and the fields that are set in another way."""
 
 
 def test_each_message_is_looked_at() -> None:
-    assert converted().keys() == SOURCES.keys()
+    assert named_fields(convert).keys() == SOURCES.keys()
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_each_field_has_a_source(name: str) -> None:
     source, otherwise = SOURCES[name]
     message: Any = getattr(convert.pb, name)
-    found = converted()[name] | set(convert._shared_names(message, source))
+    found = named_fields(convert)[name] | set(convert._shared_names(message, source))
     assert set(message.DESCRIPTOR.fields_by_name) - found == otherwise

@@ -95,9 +95,7 @@ class Drafting:
                 continue
             if request.drafter is None:
                 request.begin_drafts(self._odds)
-            pending, undecided = request.length - request.num_known, None
-            if request.guesses:
-                undecided = request.undecided
+            pending, undecided = request.length - request.num_known, request.undecided
             if undecided is None:
                 guesses, chances = request.propose(pending + most, price)
             else:

@@ -273,7 +273,8 @@ class Request:
     @property
     def latest_length(self) -> int:
         """``length`` if all undecided drafts are accepted, while a plan is made. Each draft that is accepted puts one
-        more token before the pending one."""
+        more token before the pending one. Loops over all requests look at ``guesses`` first: the call takes 3 % of
+        planning 256 requests (bench/results/drafts.md)."""
         return self.length + len(self.guesses[-1].drafts) if self.guesses else self.length
 
     @property

@@ -92,7 +92,7 @@ class BitWorker:
         """The worker itself; with several ranks, that of rank 0."""
         self._twin: Any = (_HybridHashes if len(config.groups) > 1 else _Hashes)(config)
         self._requests: tuple[RequestKey, ...] = ()
-        """Of each token that the plan before has chosen."""
+        """The request of each token that the plan before has chosen."""
         self._logits: torch.Tensor | None = None
         self._forward: Any = None
         if isinstance(self._first, TorchWorker):  # a worker on a GPU keeps them itself

@@ -44,9 +44,9 @@ class HfOracle:
         self._every = every
         self._near_tie = near_tie
         self.alone: Callable[[Sequence[int], int], list[int]] | None = None
-        """Continues a context by so many tokens in an engine of its own. An output that equals this may differ from
-        transformers', which rounds norms and angles to float32: a value at the edge between two codes falls on the
-        other side. It counts as a near tie."""
+        """Returns the next tokens after a context, as many as asked for, from an engine that does nothing else. If they
+        equal the output, a token that differs from transformers' counts as a near tie: transformers rounds norms and
+        angles to float32, and a value at the edge between two codes falls on the other side."""
         self.calls = self.tokens = self.near_ties = 0
         self.largest_gap = 0.0
         """By how much the logit of a token was below the largest, at most."""
