@@ -5,7 +5,8 @@
     python bench/drafts.py tokens.json.gz --device cuda --shape llama-2-13b-gqa10 --batch 1 --batch 64
 
 DATASET is in ShareGPT's form, also ``.gz``, or what ``--save`` wrote: a list of pairs of token ids, context and answer.
-A model with random weights repeats no text. So the tokens that its steps choose are replaced by those of the answers.
+A model with random weights repeats no text. So the tokens that its steps choose are replaced by those of the answers,
+on the host. A GPU counts accepted drafts by its own tokens: its contexts are shorter by the drafts that it rejects.
 All else is a served engine: the same plans, drafts, acceptance, overlap and prices. Contexts are cached; each answer
 that ends is followed by the next; steps count that do nothing but decode, for as many requests as asked for. The last
 line of stdout is one JSON document.
