@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.config import EngineOptions, KvDtypeName
 from pensieve.engine.build import numerics
+from pensieve.engine.scheduling.drafts import MOST_PREDICTED
 from pensieve.engine.worker import sizing
 from pensieve.engine.worker.sizing import (
     GIB,
@@ -85,6 +86,12 @@ def test_keys_and_values_in_8_bits_take_half(kv_dtype: KvDtypeName) -> None:
     assert numerics(info) == f"float32 kv-{kv_dtype} cpu"
     assert f"float32 with KV in {kv_dtype} on cpu" in report(ARCH, info)
     assert f"device tier: {9 * 40 * layer_page / GIB:.1f} GiB, 288 tokens" in report(ARCH, info)
+
+
+@pytest.mark.parametrize(("running", "drafts"), [(1, MOST_PREDICTED), (200, 200)])
+def test_a_lone_request_may_have_all_its_drafts(running: int, drafts: int) -> None:
+    options = EngineOptions(model="/m", device="cpu", max_running=running)
+    assert resolve_device(options, ARCH).max_drafts == drafts
 
 
 def test_who_cannot_have_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +187,7 @@ def test_dtype_and_limits_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: False)
     assert resolve_device(options, ARCH) == Placement("cpu", "float32", 4096, 512, 64, 64)
     given = EngineOptions(model="/m", max_batch_tokens=7, max_running=3, context_limit=9)
-    assert resolve_device(given, ARCH) == Placement("cpu", "float32", 9, 7, 3, 3)
+    assert resolve_device(given, ARCH) == Placement("cpu", "float32", 9, 7, 3, 64)
     with pytest.raises(ValueError, match="no CUDA device"):
         resolve_device(EngineOptions(model="/m", device="cuda"), ARCH)
 

@@ -142,6 +142,8 @@ ATTENTION_BYTES: Final = GIB // 2
 """For partial results of split attention, step metadata and copy staging."""
 FP8_CAPABILITY: Final = (8, 9)
 """Least compute capability with conversions from and to FP8."""
+LEAST_DRAFTS: Final = 64
+"""Drafts that a step holds however few requests may run: as many as one request uses (``drafts.MOST_PREDICTED``)."""
 SESSION_TOKENS: Final = 2048
 """The start-up report counts sessions of this length."""
 
@@ -254,14 +256,14 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
         )
     tokens, running = batch_limits(options, device)
     has_codes = fp8 or options.kv_dtype != "auto"
-    drafts = running if _speculates(options, device, "8 bits" if has_codes else dtype) else 0
+    speculates = _speculates(options, device, "8 bits" if has_codes else dtype)
+    drafts = max(running, LEAST_DRAFTS) if speculates else 0
     return Placement(device, dtype, limit, tokens, running, drafts)
 
 
 def _speculates(options: EngineOptions, device: str, dtype: str) -> bool:
     """Whether steps have drafts. By default only where the rounding of larger steps does not change answers: in 16 bits
-    near ties are frequent, and codes of 8 bits enlarge differences. On GPUs it slows 8 and more requests down
-    (``bench/results/drafts.md``)."""
+    near ties are frequent, and codes of 8 bits enlarge differences."""
     if options.speculation is not None:
         return options.speculation
     return device == "cpu" and (dtype == "float32" or bool(options.invariant))
