@@ -47,7 +47,7 @@ def serve(cache: CacheManager, key: SessionKey, context: TokenArray, scope: str,
     """One turn without an answer; seconds that its admission took."""
     started = time.process_time()
     path = cache.prefix_path(key, scope, context)
-    assert cache.can_admit(key, context, len(context), reserve=False, path=path, tenant="tenant")
+    assert cache.can_admit(key, context, len(context), path=path)
     restore = cache.admit(key, context, len(context), now, path, tenant="tenant")
     taken = time.process_time() - started
     for start, end in restore.missing:

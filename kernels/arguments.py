@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,3 +37,13 @@ class HeadPrep:
     sinks: torch.Tensor | None = None
     """[Hq]: a score of each query head that takes part in its softmax and has no value. Attention needs it; the
     preparation itself does not."""
+
+
+class Logits(NamedTuple):
+    """How a layer's attention turns the products of queries and keys into the logits of its softmax."""
+
+    scale: float
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``."""
+    sinks: torch.Tensor | None = None
+    """float [Hq]: one more logit per head in the denominator, which has no value and is neither scaled nor capped."""

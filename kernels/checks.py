@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from pensieve.kernels.arguments import Logits
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -43,8 +45,11 @@ def check_window(window: int | None) -> None:
         raise ValueError(f"an attention window of {window} tokens: at least 1")
 
 
-def check_logits(q: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None) -> None:
-    """Raises ValueError unless softcap and sinks fit queries [T, Hq, D]."""
+def check_logits(q: torch.Tensor, logits: Logits) -> None:
+    """Raises ValueError unless ``logits`` fit queries [T, Hq, D]."""
+    scale, softcap, sinks = logits
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, not {scale}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, not {softcap}")
     if sinks is not None:

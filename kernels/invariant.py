@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.kernels import kv_codec
-from pensieve.kernels.arguments import ACTIVATIONS, Activation
+from pensieve.kernels.arguments import ACTIVATIONS, Activation, Logits
 from pensieve.kernels.checks import check_logits, check_window
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Spans
 
@@ -176,13 +176,11 @@ def attend(
     q: torch.Tensor,
     pool: torch.Tensor,
     plan: tuple[Unit, ...],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    logits: Logits,
 ) -> torch.Tensor:
     """See ``reference.attend``; computes in float32 and rounds once."""
-    check_logits(q, softcap, sinks)
+    check_logits(q, logits)
+    scale, softcap, sinks = logits
     heads, dim, kv_heads = q.shape[1], q.shape[2], pool.shape[2]
     out, coded = torch.zeros_like(q), kv_codec.is_coded(pool)
     for unit in plan:

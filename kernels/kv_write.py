@@ -149,7 +149,7 @@ def kv_write(
     """
     _check(kv_pool_of_layer, qkv, slots, prep)
     pool, (tokens, all_heads, dim) = kv_pool_of_layer, qkv.shape
-    kv_heads, page_tokens = pool.shape[2:4]
+    kv_heads = pool.shape[2]
     heads = all_heads - 2 * kv_heads
     norm, turn = prep.query_norm is not None, prep.cos is not None
     block = heads_per_program(qkv, one_size=one_size)
@@ -160,8 +160,7 @@ def kv_write(
         _prepare_and_store[(tokens * triton.cdiv(touched, block),)](
             qkv, pool, slots, cos, sin, _or_unused(prep.query_norm, qkv), _or_unused(prep.key_norm, qkv), prep.eps,
             qkv.stride(0), qkv.stride(1), *pool.stride()[:4], cos.stride(0), sin.stride(0),
-            **constants(heads, kv_heads, dim, page_tokens, block, norm=norm, turn=turn,
-                        top=kv_codec.TOP.get(pool.dtype, 0)), **options(block, dim),
+            **constants(pool, heads, block, norm=norm, turn=turn), **options(block, dim),
         )  # fmt: skip
     return qkv[:, :heads]
 
@@ -171,13 +170,12 @@ def heads_per_program(qkv: torch.Tensor, *, one_size: bool = False) -> int:
     return warps * PER_WARP // _half_width(qkv.shape[2])
 
 
-def constants(
-    heads: int, kv_heads: int, dim: int, page_tokens: int, block: int, *, norm: bool, turn: bool, top: int = 0
-) -> dict[str, int | bool]:
-    """Compile-time arguments of ``_prepare_and_store``."""
+def constants(pool: torch.Tensor, heads: int, block: int, *, norm: bool, turn: bool) -> dict[str, int | bool]:
+    """Compile-time arguments of ``_prepare_and_store``; of ``pool``, only shape and dtype matter."""
+    _, _, kv_heads, page_tokens, dim = pool.shape
     return {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": _half_width(dim), "PAGE": page_tokens,
-        "BLOCK": block, "NORM": norm, "TURN": turn, "TOP": top,
+        "BLOCK": block, "NORM": norm, "TURN": turn, "TOP": kv_codec.TOP.get(pool.dtype, 0),
     }  # fmt: skip
 
 

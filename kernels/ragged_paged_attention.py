@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pensieve.kernels.arguments import Logits
 from pensieve.kernels.attention import copies, work_lists
 from pensieve.kernels.attention.call import AttentionCall, check_attention
 from pensieve.kernels.attention.hopper import launch as hopper
@@ -140,30 +141,38 @@ def attend(
     pool: torch.Tensor,
     plan: AttentionPlan,
     tables: torch.Tensor,
+    logits: Logits,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
     out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Causal attention of ragged query spans over paged keys and values; see the reference for the full
     contract.
 
     ``q`` [T, Hq, D], one layer's ``pool`` [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests)
     float32, or coded (``kv_codec``), D ≤ 256. ``plan`` holds the spans and serves every layer of a step with its
     window. ``tables`` int32 [R, pages]; or page tables of unequal length laid end to end [n], where a span's
-    ``TABLE`` is the start of its table. Entries of pages that no query of a span sees are not read. ``softcap``
-    and ``sinks`` [Hq]: see the reference. Returns ``out`` and, if asked for, the log of the softmax denominator,
-    float32 [T, Hq]. Can be captured in a graph: see ``AttentionPlan``. Raises ValueError when the tensors fit neither
-    each other nor the plan, and with a softcap when the plan is for the kernel for Hopper.
+    ``TABLE`` is the start of its table. Entries of pages that no query of a span sees are not read. Returns ``out``.
+    Can be captured in a graph: see ``AttentionPlan``. Raises ValueError when the tensors fit neither each other nor the
+    plan, and with a softcap when the plan is for the kernel for Hopper.
     """
-    call = AttentionCall.from_tensors(q, pool, tables, scale, return_lse, out, softcap=softcap, sinks=sinks)
-    plan.check(q, pool)
-    if softcap is not None and plan.geometry.hopper:
-        raise ValueError("the kernel for Hopper has no softcap: make the plan for a geometry without it")
+    call = AttentionCall.from_tensors(q, pool, tables, logits, out)
     _launch(plan, call)
-    return (call.out, call.lse) if return_lse else call.out
+    return call.out
+
+
+def attend_with_lse(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    plan: AttentionPlan,
+    tables: torch.Tensor,
+    logits: Logits,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend``, which also returns the natural log of the softmax denominator, float32 [T, Hq]."""
+    call = AttentionCall.from_tensors(q, pool, tables, logits, out, with_lse=True)
+    _launch(plan, call)
+    return call.out, call.lse
 
 
 def ragged_paged_attention(
@@ -179,28 +188,32 @@ def ragged_paged_attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``attend`` with a plan for this call only: for one layer, or where planning repeatedly does not matter."""
-    check_attention(q, kv_pool_of_layer, page_tables, out, scale)
-    geometry = geometry_of(q, kv_pool_of_layer)
+    """``attend`` with a plan for this call only: for one layer, or where planning repeatedly does not matter.
+    ``return_lse``: return ``(out, lse)``."""
+    check_attention(q, kv_pool_of_layer, page_tables, out)
+    geometry = replace(geometry_of(q, kv_pool_of_layer), window=window)
     if softcap is not None:
         geometry = replace(geometry, hopper=False)
-    plan = AttentionPlan.from_spans(spans, len(q), geometry, q.device, window=window)
-    return attend(
-        q, kv_pool_of_layer, plan, page_tables,
-        scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, out=out,
-    )  # fmt: skip
+    plan = AttentionPlan.from_spans(spans, len(q), geometry, q.device)
+    run = attend_with_lse if return_lse else attend
+    return run(q, kv_pool_of_layer, plan, page_tables, Logits(scale, softcap, sinks), out=out)
 
 
 def constants(
-    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = SERIAL,
-    windowed: bool = False, inner_softcap: float = 0.0, sinks: bool = False,
-) -> dict[str, int | float | bool]:  # fmt: skip
-    """Compile-time arguments of ``_attend``, except ``LSE``. ``inner_softcap``: see ``AttentionCall``."""
+    tile: Tile,
+    which: int,
+    geometry: Geometry,
+    page_tokens: int,
+    *,
+    inner_softcap: float = 0.0,
+    sinks: bool = False,
+) -> dict[str, int | float | bool]:
+    """Compile-time arguments of ``_attend``, except ``LSE`` and ``ORDER``. ``inner_softcap``: see ``AttentionCall``."""
     return {
         "LIST": which, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
-        "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, "ORDER": order.value,
-        "WINDOWED": windowed, "SOFTCAP": inner_softcap, "SINKS": sinks, "PIECE": geometry.piece,
+        "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask,
+        "WINDOWED": geometry.window is not None, "SOFTCAP": inner_softcap, "SINKS": sinks, "PIECE": geometry.piece,
         "CODED": geometry.kv_heads * page_tokens if geometry.coded else 0,
     }  # fmt: skip
 
@@ -214,12 +227,15 @@ def options(tile: Tile, order: tl.constexpr = SERIAL) -> dict[str, int]:
 def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
     """Queue both launches of a plan, the wide one first, and the merge of split items; before the wide one, the copies
     that it reads."""
+    plan.check(call.q, call.pool)
+    if call.logits.softcap is not None and plan.geometry.hopper:
+        raise ValueError("the kernel for Hopper has no softcap: make the plan for a geometry without it")
     q, out, scratch, capacity = call.q, call.out, plan.scratch, plan.capacity
     kv_heads, processors = plan.geometry.kv_heads, plan.geometry.multiprocessors
     overlaps = q.is_cuda and _may_overlap(q.device)
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
     first = PRIMARY if overlaps else SERIAL
-    window = 0 if plan.window is None else plan.window
+    window = plan.geometry.window or 0
 
     def run(
         call: AttentionCall, geometry: Geometry, tile: Tile, which: int, programs: int, order: tl.constexpr
@@ -232,10 +248,9 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
             pool.stride(3), call.table_stride, out.stride(0), out.stride(1), call.factor,
             call.sinks, window,
             **constants(
-                tile, which, geometry, pool.shape[3], order=order,
-                windowed=window > 0, inner_softcap=call.inner_softcap, sinks=call.has_sinks,
+                tile, which, geometry, pool.shape[3], inner_softcap=call.inner_softcap, sinks=call.has_sinks
             ),
-            LSE=call.return_lse, **options(tile, order),
+            ORDER=order.value, LSE=call.has_lse, **options(tile, order),
         )  # fmt: skip
 
     wide, geometry = call, plan.geometry
@@ -263,7 +278,7 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
             scratch.partial_total, scratch.rows,
             out.stride(0), out.stride(1), call.sinks,
             LIST=work_lists.MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2],
-            WIDTH=width_of(q.shape[2]), ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=call.return_lse,
+            WIDTH=width_of(q.shape[2]), ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=call.has_lse,
             ORDER=order.value, SINKS=call.has_sinks, PIECE=plan.geometry.piece,
             enable_fp_fusion=True, launch_pdl=overlaps,
         )  # fmt: skip

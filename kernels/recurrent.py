@@ -67,9 +67,12 @@ def recurrent(
         q, k, v = mixed.split((keys, keys, values), dim=1)
     q, k = q.unflatten(1, (-1, key_dim)), k.unflatten(1, (-1, key_dim))
     v = v.unflatten(1, (heads, value_dim))
-    if layer.kind == "ssd":
-        return ssd(q, k, v, gates[:, 0], states, layer, chains).to(inputs.dtype)
-    return gated_delta(q, k, v, gates, states, layer, chains).to(inputs.dtype)
+    q, k, v = q.float(), k.float(), v.float()
+    tokens = _ssd(q, k, v, gates[:, 0], layer) if layer.kind == "ssd" else _gated_delta(q, k, v, gates, layer)
+    out = _run(tokens, states, chains)
+    if layer.skip is not None:
+        out.addcmul_(v, layer.skip[:, None])
+    return out.to(inputs.dtype)
 
 
 def causal_conv(
@@ -109,40 +112,22 @@ def causal_conv(
     return out
 
 
-def ssd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    step: torch.Tensor,
-    states: torch.Tensor,
-    layer: Recurrence,
-    chains: Chains,
-) -> torch.Tensor:
-    """Mamba-2's recurrence: ``q`` (C) and ``k`` (B) [T, G, K], ``v`` (x) [T, H, V], ``step`` (Δ) [T, H] before bias and
-    softplus. Returns float32 [T, H, V]. The step limit holds for every token: an answer does not depend on where the
-    context was cut. (transformers applies it to whole prompts, not to tokens that it decodes one by one.)"""
+def _ssd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: torch.Tensor, layer: Recurrence) -> _Tokens:
+    """Mamba-2: ``q`` (C) and ``k`` (B) [T, G, K], ``v`` (x) [T, H, V], ``step`` (Δ) [T, H] before bias and softplus.
+    The step limit holds for every token: an answer does not depend on where the context was cut. (transformers applies
+    it to whole prompts, not to tokens that it decodes one by one.)"""
     size = F.softplus(step.float() + layer.step_bias).clamp(*layer.step_limit)
-    v = v.float()
-    tokens = _Tokens(q.float(), k.float(), v * size[..., None], size * layer.decay, None)
-    out = _run(tokens, states, chains)
-    return out if layer.skip is None else out.addcmul_(v, layer.skip[:, None])
+    return _Tokens(q, k, v * size[..., None], size * layer.decay, None)
 
 
-def gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gates: torch.Tensor,
-    states: torch.Tensor,
-    layer: Recurrence,
-    chains: Chains,
-) -> torch.Tensor:
+def _gated_delta(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, layer: Recurrence
+) -> _Tokens:
     """The gated delta rule: ``q`` and ``k`` [T, G, K], normalised here, ``v`` [T, H, V], ``gates`` [T, 2, H]: write
-    strength before its sigmoid, step size before bias and softplus. Returns float32 [T, H, V]."""
+    strength before its sigmoid, step size before bias and softplus."""
     strength, step = gates.float().unbind(1)
     decay = F.softplus(step + layer.step_bias) * layer.decay
-    q, k = _unit(q.float()) * q.shape[-1] ** -0.5, _unit(k.float())
-    return _run(_Tokens(q, k, v.float(), decay, strength.sigmoid()), states, chains)
+    return _Tokens(_unit(q) * q.shape[-1] ** -0.5, _unit(k), v, decay, strength.sigmoid())
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ coded (``kv_codec``): keys and values are then encoded when they are written, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.kernels import kv_codec
-from pensieve.kernels.arguments import ACTIVATIONS, Activation, HeadPrep
+from pensieve.kernels.arguments import ACTIVATIONS, Activation, HeadPrep, Logits
 from pensieve.kernels.checks import check_logits, check_window
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans, num_tokens
 
@@ -184,62 +183,32 @@ class _Builder:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.q.device)
 
 
-@overload
 def attend(
     q: torch.Tensor,
     pool: torch.Tensor,
     plan: ReferencePlan,
+    logits: Logits,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
     out: torch.Tensor | None = None,
-) -> torch.Tensor: ...
-
-
-@overload
-def attend(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    plan: ReferencePlan,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def attend(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    plan: ReferencePlan,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal attention of ragged query spans over paged keys and values.
 
     ``q`` [T, Hq, D]; ``pool`` [P, 2, Hkv, N, D] of one layer, already holding the keys and values of the
     queries themselves; ``plan`` from ``make_plan``, shared by every layer of a step with its window. The query
-    at position ``p`` sees positions ``0..p`` of its context, or the part of them in its window. ``softcap``:
-    scores become ``softcap * tanh(score / softcap)``. ``sinks`` float [Hq]: one more logit per head in the
-    softmax's denominator, which has no value and is neither scaled nor capped. Returns ``out`` [T, Hq, D] and,
-    if asked for, the natural log of the softmax denominator, float32 [T, Hq]. Slots (places of tokens in pages)
-    that no query sees may hold anything, NaN included. Page-table entries of pages that no query sees may name
-    any page of the pool. Rows of ``q`` outside every span are 0 (lse: -inf). Raises ValueError when softcap or
-    sinks do not fit.
+    at position ``p`` sees positions ``0..p`` of its context, or the part of them in its window. Returns ``out``
+    [T, Hq, D]. ``lse``, if given, gets the natural log of the softmax denominator, float32 [T, Hq]. Slots (places of
+    tokens in pages) that no query sees may hold anything, NaN included. Page-table entries of pages that no query sees
+    may name any page of the pool. Rows of ``q`` outside every span are 0 (lse: -inf). Raises ValueError when ``logits``
+    do not fit.
     """
-    check_logits(q, softcap, sinks)
+    check_logits(q, logits)
+    scale, softcap, sinks = logits
     num_heads, head_dim, kv_heads = q.shape[1], q.shape[2], pool.shape[2]
     groups = num_heads // kv_heads
     out = torch.empty_like(q) if out is None else out
-    lse = q.new_full((len(q), num_heads), -torch.inf, dtype=torch.float32) if return_lse else None
+    if lse is not None:
+        lse.fill_(-torch.inf)
     if not plan.covers_all:
         out.zero_()
     scratch = q.new_empty((plan.scratch_rows, pool.shape[3] * head_dim))
@@ -267,39 +236,7 @@ def attend(
             out[rows] = _unfold(part, groups, length)
             if lse is not None and logs is not None:
                 lse[rows] = _unfold(logs, groups, length).squeeze(-1)
-    return out if lse is None else (out, lse)
-
-
-@overload
-def ragged_paged_attention(
-    q: torch.Tensor,
-    kv_pool_of_layer: torch.Tensor,
-    spans: Spans,
-    page_tables: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor: ...
-
-
-@overload
-def ragged_paged_attention(
-    q: torch.Tensor,
-    kv_pool_of_layer: torch.Tensor,
-    spans: Spans,
-    page_tables: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    return out
 
 
 def ragged_paged_attention(
@@ -315,13 +252,12 @@ def ragged_paged_attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``attend`` with a plan for this call only; ``page_tables`` int32 [R, pages]."""
+    """``attend`` with a plan for this call only; ``page_tables`` int32 [R, pages]. ``return_lse``: return ``(out,
+    lse)``."""
     plan = make_plan(q, kv_pool_of_layer, spans, page_tables, window=window)
-    if return_lse:
-        return attend(
-            q, kv_pool_of_layer, plan, scale=scale, softcap=softcap, sinks=sinks, return_lse=True, out=out
-        )
-    return attend(q, kv_pool_of_layer, plan, scale=scale, softcap=softcap, sinks=sinks, out=out)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    out = attend(q, kv_pool_of_layer, plan, Logits(scale, softcap, sinks), out=out, lse=lse)
+    return out if lse is None else (out, lse)
 
 
 def _scores(

@@ -18,9 +18,10 @@ import torch
 from common.gpu_timing import Ceilings, Contender, times
 from kernel_ops.flash_attention import Peer
 
+from pensieve.kernels.arguments import Logits
 from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.kinds import Geometry, classify
-from pensieve.kernels.attention.plan import AttentionPlan, geometry_for
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_for, make_words
 from pensieve.kernels.attention.tiles import Tile
 from pensieve.kernels.kv_codec import CODES, coded
 from pensieve.kernels.ragged_paged_attention import attend
@@ -101,15 +102,16 @@ def ours(
     geometry: Geometry | None = None,
 ) -> Contender:
     """Our kernel with a plan as for a graph. ``geometry``: instead of that which fits the tensors."""
-    geometry, spans = geometry or geometry_of_data(data), data.spans
+    geometry, spans = replace(geometry or geometry_of_data(data), window=window), data.spans
     kind, longest = classify(spans, geometry), int((spans[:, POSITION] + spans[:, Q_LEN]).max())
-    capacity = capacity_for(kind, len(data.q), len(spans), longest, geometry, window)
-    plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity, window=window)
+    capacity = capacity_for(kind, len(data.q), len(spans), longest, geometry)
+    words = make_words(capacity, data.q.device)
+    plan = AttentionPlan(len(data.q), geometry, words, kind=kind, capacity=capacity)
     plan.refill(spans)
-    scale = data.q.shape[2] ** -0.5
+    logits = Logits(data.q.shape[2] ** -0.5, sinks=sinks)
 
     def call(index: int) -> object:
-        return attend(data.q, data.pools[index], plan, data.tables, scale=scale, sinks=sinks, out=out)
+        return attend(data.q, data.pools[index], plan, data.tables, logits, out=out)
 
     return call
 

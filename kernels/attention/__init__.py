@@ -6,5 +6,5 @@ memory. ``prefixes`` finds decodes with a common prefix; ``group_lists`` makes w
 prefix once. ``call`` holds and checks the tensors of one call. ``items`` is device code; ``hopper`` is the
 variant for Hopper devices. The reference is ``kernels.reference``, which nothing here imports.
 
-May import: kernels.checks, kernels.kv_codec, kernels.spans.
+May import: kernels.arguments, kernels.checks, kernels.kv_codec, kernels.spans.
 """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pensieve.kernels.arguments import Logits
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.tiles import width_of
 from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_layout, check_logits
@@ -25,23 +26,29 @@ class AttentionCall:
     """int32 [R, pages], or [n] with page tables laid end to end."""
     out: torch.Tensor
     lse: torch.Tensor
-    """float32 [T, Hq]; [1, 1] and unused without ``return_lse``."""
-    sinks: torch.Tensor
-    """float [Hq]: logits without values; unused without ``has_sinks``."""
-    has_sinks: bool
-    scale: float
-    softcap: float | None
-    return_lse: bool
+    """float32 [T, Hq]; [1, 1] and unused without ``has_lse``."""
+    has_lse: bool
+    logits: Logits
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.logits.sinks is not None
+
+    @property
+    def sinks(self) -> torch.Tensor:
+        """Any tensor where there are none: kernels do not read it then."""
+        return self.lse if self.logits.sinks is None else self.logits.sinks
 
     @property
     def factor(self) -> float:
         """Scale for scores that are exponents of 2, as the kernels use them; with a softcap, for its tanh."""
-        return (self.scale if self.softcap is None else self.softcap) * math.log2(math.e)
+        return (self.logits.softcap or self.logits.scale) * math.log2(math.e)
 
     @property
     def inner_softcap(self) -> float:
         """Scale for products before the tanh; 0: no softcap."""
-        return 0.0 if self.softcap is None else self.scale / self.softcap
+        scale, softcap, _ = self.logits
+        return 0.0 if softcap is None else scale / softcap
 
     @property
     def table_stride(self) -> int:
@@ -54,21 +61,16 @@ class AttentionCall:
         q: torch.Tensor,
         pool: torch.Tensor,
         tables: torch.Tensor,
-        scale: float,
-        return_lse: bool,
+        logits: Logits,
         out: torch.Tensor | None,
         *,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        with_lse: bool = False,
     ) -> AttentionCall:
         """Check the tensors and allocate the results. Raises ValueError unless the tensors fit each other."""
-        check_attention(q, pool, tables, out, scale)
-        check_logits(q, softcap, sinks)
-        lse = q.new_empty(q.shape[:2] if return_lse else (1, 1), dtype=torch.float32)
-        return cls(
-            q, pool, tables, torch.empty_like(q) if out is None else out, lse,
-            lse if sinks is None else sinks, sinks is not None, scale, softcap, return_lse,
-        )  # fmt: skip
+        check_attention(q, pool, tables, out)
+        check_logits(q, logits)
+        lse = q.new_empty(q.shape[:2] if with_lse else (1, 1), dtype=torch.float32)
+        return cls(q, pool, tables, torch.empty_like(q) if out is None else out, lse, with_lse, logits)
 
 
 class Scratch:
@@ -91,7 +93,7 @@ class Scratch:
 
 
 def check_attention(
-    q: torch.Tensor, pool: torch.Tensor, tables: torch.Tensor, out: torch.Tensor | None, scale: float
+    q: torch.Tensor, pool: torch.Tensor, tables: torch.Tensor, out: torch.Tensor | None
 ) -> None:
     """Raises ValueError unless the tensors fit each other."""
     if q.dim() != 3 or pool.dim() != 5 or tables.dim() not in (1, 2):
@@ -112,5 +114,3 @@ def check_attention(
     tensors = [q, pool, tables] if out is None else [q, pool, tables, out]
     check_layout(tensors)
     check_device(tensors)
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, not {scale}")

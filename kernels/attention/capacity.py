@@ -38,11 +38,9 @@ def capacity_for(
     max_spans: int,
     max_context: int,
     geometry: Geometry,
-    window: int | None = None,
 ) -> Capacity:
     """Return a capacity that holds every step of this kind. ``max_tokens``: rows of q, padding included.
-    ``max_spans``: spans that are not empty. ``max_context``: most tokens of a query's context. ``window``: of
-    the plan."""
+    ``max_spans``: spans that are not empty. ``max_context``: most tokens of a query's context."""
     tiles = geometry.tiles
     groups, rows = geometry.groups, max_tokens * geometry.groups
     narrow_tile, wide_tile, at_once = kind.narrow_tile(tiles), tiles.wide, kind.merged_rows
@@ -58,7 +56,7 @@ def capacity_for(
         else:  # padding, for few spans or many
             usual_blocks = max(n - (n - max_tokens) * groups // narrow_tile.rows for n in (0, spans))
         narrow_blocks = in_blocks if kind is StepKind.NARROW else usual_blocks
-        keys = _max_keys(max_context, window, narrow_tile, geometry)
+        keys = _max_keys(max_context, narrow_tile, geometry)
         bounds = max_fixed_pieces if geometry.piece else max_narrow_pieces
         narrow = bounds(narrow_blocks, keys, narrow_tile, geometry)
     if kind.has_wide:
@@ -67,14 +65,14 @@ def capacity_for(
         if kind.is_mixed:
             spans = max(spans, min(max_spans, max_tokens) // LEAST_SPANS)
         wide_blocks = _max_blocks(spans + 1, rows, wide_tile)  # padding counts as a span
-        keys = _max_keys(max_context, window, wide_tile, geometry)
+        keys = _max_keys(max_context, wide_tile, geometry)
         bounds = max_fixed_pieces if geometry.piece else max_wide_pieces
         wide = bounds(wide_blocks, keys, wide_tile, geometry)
     merges = narrow.split_items * -(-narrow_tile.rows // at_once) + wide.split_items * -(
         -wide_tile.rows // at_once
     )
     held = narrow.pieces * narrow_tile.rows + wide.pieces * wide_tile.rows
-    if kind.is_mixed and window is None:  # prefix groups, see ``prefixes``
+    if kind.is_mixed and geometry.window is None:  # prefix groups, see ``prefixes``
         merges += max_spans * -(-narrow_tile.rows // at_once)
         held += GROUP_LAYERS * min(max_spans, max_tokens) * groups
     programs, most = math.floor(programs_per_head(narrow_tile, geometry)), narrow_blocks + narrow.extra_items
@@ -96,13 +94,13 @@ def most_copies(geometry: Geometry) -> int:
     return max(1, COPIED_BYTES // page)
 
 
-def _max_keys(max_context: int, window: int | None, tile: Tile, geometry: Geometry) -> int:
-    """Most keys of an item. Its first query sees ``window`` keys, and each later token of the block adds one."""
-    if window is None:
+def _max_keys(max_context: int, tile: Tile, geometry: Geometry) -> int:
+    """Most keys of an item. Its first query sees the keys of its window, and each later token of the block adds one."""
+    if geometry.window is None:
         return max_context
     tokens = 1 + -(-(tile.rows - 1) // geometry.groups)
     alignment = tile.keys - 1 if tile.hopper or geometry.piece else 0
-    return min(max_context, window + tokens - 1 + alignment)
+    return min(max_context, geometry.window + tokens - 1 + alignment)
 
 
 def _max_blocks(spans: int, rows: int, tile: Tile) -> int:

@@ -34,7 +34,7 @@ PROGRAMS = 8
 """Programs per multiprocessor."""
 
 
-def place(work: WorkLists, geometry: Geometry, window: int | None) -> WorkLists:
+def place(work: WorkLists, geometry: Geometry) -> WorkLists:
     """Return ``work`` with wide items that read copies, and with the list of these copies. Pages that no query sees are
     not copied: their entries in a page table may be anything."""
     items = work.wide.copy()
@@ -42,9 +42,9 @@ def place(work: WorkLists, geometry: Geometry, window: int | None) -> WorkLists:
     if not reads.any():
         return work
     first = items[:, FIRST_KEY]
-    if window is not None:
+    if geometry.window is not None:
         seen = items[:, POSITION] + items[:, FIRST_ROW] // geometry.groups + 1
-        first = np.maximum(first, seen - window)
+        first = np.maximum(first, seen - geometry.window)
     tables, owner = np.unique(items[reads, TABLE], return_inverse=True)
     begin = np.full(len(tables), np.iinfo(np.int32).max)
     end = np.zeros(len(tables), np.int64)

@@ -38,7 +38,7 @@ decodes do, ``WIDE_STEP + UNSHARED_STEP`` against two times ``NARROW_STEP`` each
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The heads of a model and its device: all that the planning rules depend on."""
+    """The heads of a layer, its window and its device: all that the planning rules depend on."""
 
     heads: int
     kv_heads: int
@@ -55,6 +55,8 @@ class Geometry:
     directly."""
     copied_page: int = 0
     """Tokens of a page of a coded pool whose wide items read plain copies (``copies``); 0: they read codes."""
+    window: int | None = None
+    """The query at position ``p`` sees only positions ``[p - window + 1, p]``; None: it sees ``[0, p]``."""
     own_tiles: TileSet | None = None
     """Overrides the tiles that fit the heads; for tests."""
 

@@ -51,32 +51,26 @@ class AttentionPlan:
         self,
         num_rows: int,
         geometry: Geometry,
-        device: torch.device,
+        words: torch.Tensor,
         *,
         kind: StepKind,
         capacity: Capacity,
-        words: torch.Tensor | None = None,
         scratch: Scratch | None = None,
-        window: int | None = None,
     ) -> None:
-        """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on ``device``, zeroed
-        by the caller, to hold the plan; by default the plan allocates its own. ``window``: the query at
-        position ``p`` sees only positions ``[p - window + 1, p]``; None: it sees ``[0, p]``. Raises ValueError
-        when words or scratch are too small or the window is not positive."""
-        check_window(window)
-        self.window = window
+        """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on the device, zeroed by the
+        caller, to hold the plan. Raises ValueError when words or scratch are too small or the window is not
+        positive."""
+        check_window(geometry.window)
         self.num_rows, self.geometry, self.kind, self.capacity = num_rows, geometry, kind, capacity
         self.narrow, self.wide = kind.narrow_tile(geometry.tiles), geometry.tiles.wide
-        if words is None:
-            words = torch.zeros(words_of(capacity), dtype=torch.int32, device=device)
         if words.dtype != torch.int32 or words.dim() != 1 or len(words) < words_of(capacity):
             raise ValueError(
                 f"words are {words.dtype} {tuple(words.shape)}: int32 [{words_of(capacity)}] at least is needed"
             )
-        if not words.is_contiguous() or words.device.type != device.type:
-            raise ValueError(f"words must be contiguous and on {device}")
+        if not words.is_contiguous():
+            raise ValueError("words must be contiguous")
         self.words = words
-        self.scratch = scratch or Scratch(capacity.partial_rows, geometry, device, capacity.copies)
+        self.scratch = scratch or Scratch(capacity.partial_rows, geometry, words.device, capacity.copies)
         if self.scratch.rows < capacity.partial_rows:
             raise ValueError(f"a scratch of {self.scratch.rows} rows, {capacity.partial_rows} are needed")
         if len(self.scratch.numbers) < capacity.copies:
@@ -92,14 +86,14 @@ class AttentionPlan:
         *,
         capacity: Capacity | None = None,
         prefix_groups: Ints | None = None,
-        window: int | None = None,
     ) -> AttentionPlan:
         """Return the plan of one step, exactly as large as needed without ``capacity``. ``prefix_groups``:
         see ``pack``."""
-        check_window(window)
+        check_window(geometry.window)
         kind = classify(spans, geometry) if prefix_groups is None else PREFIX_GROUP_KIND
-        work = _work(spans, prefix_groups, num_rows, geometry, kind, capacity, window)
-        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work), window=window)
+        work = _work(spans, prefix_groups, num_rows, geometry, kind, capacity)
+        capacity = capacity or _need(work)
+        plan = cls(num_rows, geometry, make_words(capacity, device), kind=kind, capacity=capacity)
         plan._upload(plan._packed(work))
         return plan
 
@@ -108,9 +102,7 @@ class AttentionPlan:
         ``prefix_groups``: the table of ``prefixes.PrefixGroups``, for plans of the kind ``PREFIX_GROUP_KIND`` without
         a window. Raises DoesNotFit when the step exceeds the capacity; without groups it may still fit. Raises
         ValueError for prefix groups in a windowed plan."""
-        work = _work(
-            spans, prefix_groups, self.num_rows, self.geometry, self.kind, self.capacity, self.window
-        )
+        work = _work(spans, prefix_groups, self.num_rows, self.geometry, self.kind, self.capacity)
         return self._packed(work)
 
     def refill(self, spans: Spans, prefix_groups: Ints | None = None) -> None:
@@ -173,23 +165,27 @@ def _work(
     geometry: Geometry,
     kind: StepKind,
     capacity: Capacity | None,
-    window: int | None,
 ) -> WorkLists:
     if prefix_groups is None:
-        work = make_work_lists(spans, num_rows, geometry, kind, window=window)
-    elif window is not None:
+        work = make_work_lists(spans, num_rows, geometry, kind)
+    elif geometry.window is not None:
         raise ValueError("a windowed plan forms no prefix groups: its queries do not see their beginnings")
     elif kind is not PREFIX_GROUP_KIND:
         raise DoesNotFit(f"a plan for {kind.value} steps has no launches for prefix groups")
     else:
         work = make_group_lists(spans, prefix_groups, num_rows, geometry, capacity or UNLIMITED)
-    return with_copies(work, geometry, window) if geometry.copied_page else work
+    return with_copies(work, geometry) if geometry.copied_page else work
 
 
 def words_of(capacity: Capacity) -> int:
     """Most words that a plan of this capacity needs."""
     items = ITEM * (capacity.narrow + capacity.wide)
     return HEADER + items + MERGE * capacity.merges + COPY * capacity.copies
+
+
+def make_words(capacity: Capacity, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return zeroed memory for a plan of this capacity."""
+    return torch.zeros(words_of(capacity), dtype=torch.int32, device=device)
 
 
 def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:

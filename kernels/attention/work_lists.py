@@ -65,12 +65,9 @@ class WorkLists:
     """[n, 2]: coded pages that wide items read as plain copies."""
 
 
-def make_work_lists(
-    spans: Spans, num_rows: int, geometry: Geometry, kind: StepKind, *, window: int | None = None
-) -> WorkLists:
+def make_work_lists(spans: Spans, num_rows: int, geometry: Geometry, kind: StepKind) -> WorkLists:
     """Return the lists of a step with these spans, for q of ``num_rows`` rows. ``kind`` selects tiles; it
-    does not restrict the items. A step whose spans do not suit the kind still gets items for all of them.
-    ``window``: keys that a query sees, its own included; None: all."""
+    does not restrict the items. A step whose spans do not suit the kind still gets items for all of them."""
     tiles = geometry.tiles
     narrow, wide = kind.narrow_tile(tiles), tiles.wide
     covered = 0
@@ -82,12 +79,12 @@ def make_work_lists(
     small, big = split_by_width(spans, narrow, geometry, kind)
     first, first_merges, used = NO_ITEMS, NO_MERGES, 0
     if len(small):
-        items = make_blocks(small, narrow, geometry, window)
+        items = make_blocks(small, narrow, geometry)
         pieces = narrow_counts(items, narrow, geometry)
         first, first_merges, used = split_items(items, pieces, narrow, 0, kind.merged_rows, geometry.piece)
     second, second_merges = NO_ITEMS, NO_MERGES
     if len(big):
-        items = make_blocks(big, wide, geometry, window)
+        items = make_blocks(big, wide, geometry)
         pieces = wide_counts(items, wide, geometry)
         second, second_merges, used = split_items(items, pieces, wide, used, kind.merged_rows, geometry.piece)
     programs = geometry.multiprocessors
@@ -158,7 +155,7 @@ def padding_items(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
     return items
 
 
-def make_blocks(spans: Spans, tile: Tile, geometry: Geometry, window: int | None = None) -> Ints:
+def make_blocks(spans: Spans, tile: Tile, geometry: Geometry) -> Ints:
     """Return the unsplit items of spans [n, 4]: longest contexts first, blocks of a span adjacent for the L2 cache.
     With a window, the keys of an item begin with the first that its first query sees. The kernel for Hopper and fixed
     pieces need whole tiles and hide the keys before."""
@@ -175,9 +172,9 @@ def make_blocks(spans: Spans, tile: Tile, geometry: Geometry, window: int | None
         first = (count[span] - 1 - block) * tile.rows  # blocks that see the most keys come first
         last_token = (np.minimum(first + tile.rows, rows[span]) - 1) // geometry.groups
         items[:, FIRST_ROW], items[:, END_KEY] = first, items[:, POSITION] + last_token + 1
-    if window is not None:
+    if geometry.window is not None:
         seen = items[:, POSITION] + items[:, FIRST_ROW] // geometry.groups + 1
-        first_key = np.maximum(seen - window, 0)
+        first_key = np.maximum(seen - geometry.window, 0)
         items[:, FIRST_KEY] = (
             first_key // tile.keys * tile.keys if tile.hopper or geometry.piece else first_key
         )

@@ -37,7 +37,7 @@ def serve(
     """One whole turn: restore, compute what is missing, release."""
     key = SessionKey(name)
     context = tokens(count, seed)
-    assert cache.can_admit(key, context, count if new is None else new, reserve=False)
+    assert cache.can_admit(key, context, count if new is None else new)
     restore = cache.admit(key, context, count if new is None else new, now)
     for start, end in restore.missing:
         cache.computed(key, start, end)
@@ -201,10 +201,10 @@ def test_reserve_holds_back_new_requests_but_never_the_only_one() -> None:
         CacheConfig(device_chunks=10, host_chunks=0, chunk_tokens=4, decode_reserve=0.2), COST
     )
     key = SessionKey("a")
-    assert not cache.can_admit(key, tokens(32), 32, reserve=True)  # two of ten left: not more than 20 %
-    assert cache.can_admit(key, tokens(28), 28, reserve=True)
-    assert cache.can_admit(key, tokens(40), 40, reserve=False)
-    assert not cache.can_admit(key, tokens(41), 41, reserve=False)
+    assert not cache.can_admit(key, tokens(32), 32, reserve_for="")  # two of ten left: not more than 20 %
+    assert cache.can_admit(key, tokens(28), 28, reserve_for="")
+    assert cache.can_admit(key, tokens(40), 40)
+    assert not cache.can_admit(key, tokens(41), 41)
 
 
 def test_evict_frees_idle_sessions_only() -> None:

@@ -33,7 +33,7 @@ def begin(cache: CacheManager, name: str, context: TokenArray, now: float, *, re
     key, tenant = SessionKey(name), name[0]
     path = cache.prefix_path(key, "" if name.endswith("-") else tenant, context)
     size = len(context)
-    if not cache.can_admit(key, context, size, reserve=reserve, path=path, tenant=tenant):
+    if not cache.can_admit(key, context, size, path=path, reserve_for=tenant if reserve else None):
         return False
     for start, end in cache.admit(key, context, size, now, path, tenant=tenant).missing:
         cache.computed(key, start, end)

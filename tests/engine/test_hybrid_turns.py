@@ -39,7 +39,7 @@ def serve(
 ) -> int:
     """Serve a turn whose answer has ``answer`` tokens; return how many tokens of the history it computed again."""
     path = cache.prefix_path(key, "scope", context)
-    assert cache.can_admit(key, context, num_new, reserve=False, path=path)
+    assert cache.can_admit(key, context, num_new, path=path)
     restore = cache.admit(key, context, num_new, now, path)
     for start, end in restore.missing:
         while start < end:

@@ -128,7 +128,7 @@ def test_a_context_finds_what_it_must_and_no_more(seed: int) -> None:
             )
             ids_of = tuple(context.tolist())
             path = cache.prefix_path(SessionKey(name), scope, context)
-            if not cache.can_admit(SessionKey(name), context, len(context), reserve=False, path=path):
+            if not cache.can_admit(SessionKey(name), context, len(context), path=path):
                 continue
             least, most = model.least(scope, ids_of), model.most(scope, ids_of)
             restore = begin(cache, name, context, float(now), scope=scope)

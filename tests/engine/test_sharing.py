@@ -94,9 +94,9 @@ def test_nobody_joins_the_plan_that_copies_what_it_wants_out() -> None:
     cache._evictor.reserve((35, 0), 1.0)
     assert "H" in places(cache, "A") and chunks(cache, "A")[0].saving
     path = cache.prefix_path(B, "a", ASK_B)
-    assert not cache.can_admit(B, ASK_B, len(ASK_B), reserve=False, path=path)
+    assert not cache.can_admit(B, ASK_B, len(ASK_B), path=path)
     commit(cache)
-    assert cache.can_admit(B, ASK_B, len(ASK_B), reserve=False, path=path)
+    assert cache.can_admit(B, ASK_B, len(ASK_B), path=path)
 
 
 def test_the_wait_for_a_copy_holds_for_what_one_would_adopt_in_place_of_its_own() -> None:
@@ -123,7 +123,7 @@ def test_the_wait_for_a_copy_holds_for_what_one_would_adopt_in_place_of_its_own(
     )
     context = joined(whole, text(5, seed=6))
     path = cache.prefix_path(A, "a", context)
-    assert not cache.can_admit(A, context, 5, reserve=False, path=path)
+    assert not cache.can_admit(A, context, 5, path=path)
     commit(cache)
     assert receipt(serve(cache, "A", context, 11.0, new=5), context)[3] == 5
 

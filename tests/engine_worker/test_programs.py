@@ -132,7 +132,7 @@ def test_each_window_has_a_plan_in_the_block() -> None:
     assert staging[words - len(step.pages) : words].tolist() == step.pages.tolist()
     program._block[:words].copy_(torch.from_numpy(staging[:words]))
     for window, plan in program._plans.items():
-        assert plan.window == window
+        assert plan.geometry.window == window
         assert plan.words[
             : len(packed := plan.pack(step.spans, None if window else step.prefix_groups))
         ].equal(torch.from_numpy(packed))

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pensieve.kernels.arguments import Logits
 from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
-from pensieve.kernels.ragged_paged_attention import attend, ragged_paged_attention
+from pensieve.kernels.ragged_paged_attention import attend, attend_with_lse, ragged_paged_attention
 from pensieve.kernels.reference import ragged_paged_attention as reference
 from pensieve.kernels.spans import make_spans, num_tokens
 from support.kernels.attention_cases import Case, make_case, oracle, relative_error
@@ -27,12 +28,10 @@ def on_gpu(case: Case) -> Case:
 
 def plan_of(case: Case, processors: int, capacity: Capacity | None = None) -> AttentionPlan:
     """A plan as for a device of another size: the more multiprocessors, the finer the cuts."""
-    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
+    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, window=case.window)
     if case.softcap is not None:
         geometry = replace(geometry, hopper=False)
-    return AttentionPlan.from_spans(
-        case.spans, len(case.q), geometry, CUDA, capacity=capacity, window=case.window
-    )
+    return AttentionPlan.from_spans(case.spans, len(case.q), geometry, CUDA, capacity=capacity)
 
 
 def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:
@@ -45,10 +44,7 @@ def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:
         results = []
         for _ in range(2):
             out = torch.full_like(case.q, torch.nan)
-            out, lse = attend(
-                case.q, case.pool, plan, case.page_tables, scale=case.scale, softcap=case.softcap,
-                sinks=case.sinks, return_lse=True, out=out,
-            )  # fmt: skip
+            out, lse = attend_with_lse(case.q, case.pool, plan, case.page_tables, case.logits, out=out)
             results.append((out.cpu(), lse.cpu()))
         assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
         assert relative_error(results[0][0], want) <= TOLERANCE[case.q.dtype]
@@ -108,7 +104,7 @@ def test_softcap_is_refused_by_a_plan_for_hopper() -> None:
     if not plan.geometry.hopper:
         pytest.skip("needs a Hopper device")
     with pytest.raises(ValueError, match="no softcap"):
-        attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, softcap=1.0)
+        attend(case.q, case.pool, plan, case.page_tables, Logits(case.scale, 1.0))
 
 
 @pytest.mark.parametrize("page", [1, 8, 16, 32, 64, 256])
@@ -190,7 +186,7 @@ def test_one_graph_serves_steps_of_other_lengths() -> None:
     out = torch.empty_like(case.q)
 
     def step() -> None:
-        attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, out=out)
+        attend(case.q, case.pool, plan, case.page_tables, case.logits, out=out)
 
     step()
     torch.cuda.synchronize()

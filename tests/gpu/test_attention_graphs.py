@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from pensieve.kernels.arguments import Logits
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.kinds import StepKind, classify
@@ -54,8 +55,8 @@ class Bench:
 
     def call(self, index: int) -> torch.Tensor:
         out = torch.full_like(self.q[index], torch.nan)
-        attend(self.q[index], self.pools[index], self.plan, self.flat, scale=SCALE, sinks=self.sinks, out=out)
-        return out
+        logits = Logits(SCALE, sinks=self.sinks)
+        return attend(self.q[index], self.pools[index], self.plan, self.flat, logits, out=out)
 
     def want(self, index: int, host: Spans) -> torch.Tensor:
         pages = -(-CONTEXT // PAGE)
@@ -64,7 +65,7 @@ class Bench:
         used = self.q[index][: num_tokens(spans)].float()
         found = reference(
             used, self.pools[index].float(), spans, rows,
-            scale=SCALE, window=self.plan.window, sinks=self.sinks,
+            scale=SCALE, window=self.plan.geometry.window, sinks=self.sinks,
         )  # fmt: skip
         assert isinstance(found, torch.Tensor)
         return found
@@ -86,14 +87,12 @@ def make_bench(
     pools = [torch.randn(shape, device=CUDA).to(torch.bfloat16) for _ in range(copies)]
     q = [torch.randn(TOKENS, heads, dim, device=CUDA).to(torch.bfloat16) for _ in range(copies)]
     flat = torch.randint(len(pools[0]), (SPANS * pages,), device=CUDA, dtype=torch.int32)
-    geometry = geometry_for(heads, pools[0])
-    capacity = capacity_for(kind, TOKENS, SPANS, CONTEXT, geometry, window)
+    geometry = replace(geometry_for(heads, pools[0]), window=window)
+    capacity = capacity_for(kind, TOKENS, SPANS, CONTEXT, geometry)
     words = torch.zeros(words_of(capacity) + 64, dtype=torch.int32, device=CUDA)[64:]
     scratch = Scratch(capacity.partial_rows + 7, geometry, CUDA)
     scratch.partial.fill_(torch.nan)
-    plan = AttentionPlan(
-        TOKENS, geometry, CUDA, kind=kind, capacity=capacity, words=words, scratch=scratch, window=window
-    )
+    plan = AttentionPlan(TOKENS, geometry, words, kind=kind, capacity=capacity, scratch=scratch)
     return Bench(q, pools, flat, plan, torch.randn(heads, device=CUDA) * 2 if sinks else None)
 
 

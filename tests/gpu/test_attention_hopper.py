@@ -66,9 +66,7 @@ def attend(case: Case, items: np.ndarray, used: int, programs: int = 132, share:
     """The kernel's results; those of cut items are merged here, in float64."""
     heads, kv_heads, dim = case.q.shape[1], case.pool.shape[2], case.q.shape[2]
     out = torch.full_like(case.q, torch.nan)
-    call = AttentionCall.from_tensors(
-        case.q, case.pool, case.page_tables, case.scale, True, out, sinks=case.sinks
-    )
+    call = AttentionCall.from_tensors(case.q, case.pool, case.page_tables, case.logits, out, with_lse=True)
     lse = call.lse.fill_(torch.nan)
     scratch = Scratch(used, Geometry(heads, kv_heads, dim, 2, 132), CUDA)
     partial, logs = scratch.partial.fill_(torch.nan), scratch.partial_lse.fill_(torch.nan)
@@ -207,7 +205,7 @@ def test_one_graph_serves_other_steps() -> None:
     items, _ = items_of(case, 1)
     words = words_of(items)
     out = torch.empty_like(case.q)
-    call = AttentionCall.from_tensors(case.q, case.pool, case.page_tables, case.scale, False, out)
+    call = AttentionCall.from_tensors(case.q, case.pool, case.page_tables, case.logits, out)
     scratch = Scratch(0, Geometry(8, 2, 128, 2, 132), CUDA)
 
     def step() -> None:

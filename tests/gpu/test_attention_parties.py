@@ -18,10 +18,11 @@ from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import cuda_worker
 from pensieve.engine.worker.cuda_worker import CudaWorker
 from pensieve.engine.worker.sizing import WorkerInfo
+from pensieve.kernels.arguments import Logits
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND
-from pensieve.kernels.attention.plan import AttentionPlan, geometry_for, words_of
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_for, make_words
 from pensieve.kernels.attention.prefixes import PrefixGroupRule, PrefixGroups
 from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.reference import ragged_paged_attention as reference
@@ -76,7 +77,7 @@ class Replayed:
 
     def call(self, layer: int) -> torch.Tensor:
         out = torch.full_like(self.q[layer], torch.nan)
-        attend(self.q[layer], self.pools[layer], self.plan, self.flat, scale=DIM**-0.5, out=out)
+        attend(self.q[layer], self.pools[layer], self.plan, self.flat, Logits(DIM**-0.5), out=out)
         return out
 
     def want(self, layer: int, host: Spans) -> torch.Tensor:
@@ -97,12 +98,10 @@ def make_replayed(heads: int, kv_heads: int) -> Replayed:
     flat = torch.zeros(ROWS * PAGES, device=CUDA, dtype=torch.int32)
     geometry = geometry_for(heads, pools[0])
     capacity = capacity_for(PREFIX_GROUP_KIND, TOKENS, ROWS, PAGE * PAGES, geometry)
-    words = torch.zeros(words_of(capacity), dtype=torch.int32, device=CUDA)
+    words = make_words(capacity, CUDA)
     scratch = Scratch(capacity.partial_rows, geometry, CUDA)
     scratch.partial.fill_(torch.nan)
-    plan = AttentionPlan(
-        TOKENS, geometry, CUDA, kind=PREFIX_GROUP_KIND, capacity=capacity, words=words, scratch=scratch
-    )
+    plan = AttentionPlan(TOKENS, geometry, words, kind=PREFIX_GROUP_KIND, capacity=capacity, scratch=scratch)
     return Replayed(q, pools, flat, plan)
 
 

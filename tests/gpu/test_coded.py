@@ -48,8 +48,8 @@ def check(case: CodedCase, *, piece: int = 0) -> None:
     ways = {made.without_copies} | (set() if piece else {made, replace(made, hopper=False)})
     for processors in (1, 132, 4000):
         for way in ways:
-            geometry = replace(way, multiprocessors=processors, piece=piece)
-            plan = AttentionPlan.from_spans(plain.spans, len(plain.q), geometry, CUDA, window=plain.window)
+            geometry = replace(way, multiprocessors=processors, piece=piece, window=plain.window)
+            plan = AttentionPlan.from_spans(plain.spans, len(plain.q), geometry, CUDA)
             check_coded_attention(CodedCase(plain, pool), plan)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
-from pensieve.kernels.attention.plan import HEADER, AttentionPlan, Scratch, words_of
+from pensieve.kernels.attention.plan import HEADER, AttentionPlan, Scratch, make_words, words_of
 from pensieve.kernels.attention.tiles import choose_tiles
 from pensieve.kernels.attention.work_lists import ITEM, make_work_lists
 from pensieve.kernels.spans import Spans, make_spans
@@ -54,8 +54,8 @@ def test_no_step_of_a_kind_exceeds_its_capacity(data: st.DataObject) -> None:
     host = spans_of(lengths, contexts)
     used = int((host[:, 1] > 0).sum())
     tokens = int(host[:, 1].sum()) + data.draw(st.sampled_from([0, 0, 1, 7, 200]))
+    where = replace(where, window=data.draw(st.sampled_from([None, 1, 100, 128, 1024, 9000])))
     kind = classify(host, where)
-    window = data.draw(st.one_of(st.none(), st.sampled_from([1, 100, 128, 1024, 9000])))
     most = int((host[:, 1] + host[:, 2]).max(initial=1))
     capacity = capacity_for(
         kind,
@@ -63,9 +63,8 @@ def test_no_step_of_a_kind_exceeds_its_capacity(data: st.DataObject) -> None:
         used + data.draw(st.sampled_from([0, 3])),
         data.draw(st.sampled_from([most, limit])),
         where,
-        window,
     )
-    work = make_work_lists(host, tokens, where, kind, window=window)
+    work = make_work_lists(host, tokens, where, kind)
     need = Capacity(len(work.narrow), len(work.wide), len(work.merges), work.partial_rows)
     for name in FIELDS:
         assert getattr(need, name) <= getattr(capacity, name), (name, kind, need, capacity)
@@ -74,7 +73,7 @@ def test_no_step_of_a_kind_exceeds_its_capacity(data: st.DataObject) -> None:
 def test_a_window_bounds_the_pieces_of_any_context() -> None:
     for kind in StepKind:
         short, long, full = (
-            capacity_for(kind, 64, 64, context, LLAMA, window)
+            capacity_for(kind, 64, 64, context, replace(LLAMA, window=window))
             for context, window in ((4096, 1024), (131_072, 1024), (131_072, None))
         )
         assert short == long
@@ -139,7 +138,7 @@ def test_words_lie_in_memory_of_the_caller() -> None:
     capacity = capacity_for(StepKind.NARROW, 8, 8, 4096, LLAMA)
     upload = torch.zeros(words_of(capacity) + 20, dtype=torch.int32)
     plan = AttentionPlan(
-        8, LLAMA, CPU, kind=StepKind.NARROW, capacity=capacity, words=upload[10 : 10 + words_of(capacity)]
+        8, LLAMA, upload[10 : 10 + words_of(capacity)], kind=StepKind.NARROW, capacity=capacity
     )
     host = spans_of([1] * 8, [4096] * 8)
     packed = plan.pack(host)
@@ -156,9 +155,10 @@ def test_words_lie_in_memory_of_the_caller() -> None:
 def test_memory_that_does_not_fit_is_refused() -> None:
     capacity = Capacity(4, 0, 8, 64)
 
-    def plan(**more: torch.Tensor | Scratch) -> AttentionPlan:
-        return AttentionPlan(4, LLAMA, CPU, kind=StepKind.NARROW, capacity=capacity, **more)  # type: ignore[arg-type]
+    def plan(words: torch.Tensor, scratch: Scratch | None = None) -> AttentionPlan:
+        return AttentionPlan(4, LLAMA, words, kind=StepKind.NARROW, capacity=capacity, scratch=scratch)
 
+    fits = make_words(capacity)
     needed = words_of(capacity)
     for words in (
         torch.zeros(needed - 1, dtype=torch.int32),
@@ -166,17 +166,18 @@ def test_memory_that_does_not_fit_is_refused() -> None:
         torch.zeros(2, needed).int(),
     ):
         with pytest.raises(ValueError, match="words are"):
-            plan(words=words)
+            plan(words)
     with pytest.raises(ValueError, match="contiguous"):
-        plan(words=torch.zeros(2 * needed, dtype=torch.int32)[::2])
+        plan(torch.zeros(2 * needed, dtype=torch.int32)[::2])
     with pytest.raises(ValueError, match="a scratch of 63 rows"):
-        plan(scratch=Scratch(63, LLAMA, CPU))
-    assert plan(scratch=Scratch(64, LLAMA, CPU)).scratch.partial.shape == (640, 128)
+        plan(fits, Scratch(63, LLAMA, CPU))
+    assert plan(fits, Scratch(64, LLAMA, CPU)).scratch.partial.shape == (640, 128)
 
 
 def test_a_plan_refuses_what_its_graph_has_no_room_for() -> None:
     for kind in (StepKind.NARROW, StepKind.WIDE):
-        plan = AttentionPlan(64, LLAMA, CPU, kind=kind, capacity=capacity_for(kind, 64, 64, 4096, LLAMA))
+        capacity = capacity_for(kind, 64, 64, 4096, LLAMA)
+        plan = AttentionPlan(64, LLAMA, make_words(capacity), kind=kind, capacity=capacity)
         plan.pack(spans_of([1, 30], [9, 900]))
         with pytest.raises(ValueError, match=f"needs {kind.value}"):
             plan.pack(spans_of([1] * 200, [4096] * 200))

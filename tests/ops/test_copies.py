@@ -29,13 +29,13 @@ CODED = Geometry(40, 10, 128, 2, 132, coded=True, copied_page=PAGE)
 def test_every_key_that_a_wide_item_sees_has_one_copy(
     lengths: list[int], hopper: bool, window: int | None, same_table: bool, seed: int
 ) -> None:
-    geometry = replace(CODED, hopper=hopper)
+    geometry = replace(CODED, hopper=hopper, window=window)
     positions = np.random.default_rng(seed).integers(0, 3000, len(lengths))
     tables = [0] * len(lengths) if same_table else [1000 * number for number in range(len(lengths))]
     spans = make_spans(lengths, positions, tables)
     kind = classify(spans, geometry)
-    plain = make_work_lists(spans, sum(lengths), geometry, kind, window=window)
-    work = place(plain, geometry, window)
+    plain = make_work_lists(spans, sum(lengths), geometry, kind)
+    work = place(plain, geometry)
     copies = [(table, index) for table, index in work.copies.tolist()]
     assert len(set(copies)) == len(copies), "a page is copied twice"
     seen = set()
@@ -50,7 +50,7 @@ def test_every_key_that_a_wide_item_sees_has_one_copy(
     if window is None and not same_table:
         assert seen == set(copies), "a page is copied that no query sees"
     assert np.array_equal(work.narrow, plain.narrow) and np.array_equal(work.merges, plain.merges)
-    capacity = capacity_for(kind, sum(lengths), len(lengths), 4096, geometry, window)
+    capacity = capacity_for(kind, sum(lengths), len(lengths), 4096, geometry)
     assert len(copies) <= capacity.copies or capacity.copies == most_copies(geometry)
 
 
@@ -65,6 +65,6 @@ def test_room_for_copies() -> None:
 
 def test_items_without_keys_read_nothing() -> None:
     spans = make_spans([100], [0], [7])
-    work = place(make_work_lists(spans, 400, CODED, StepKind.WIDE), CODED, None)
+    work = place(make_work_lists(spans, 400, CODED, StepKind.WIDE), CODED)
     padding = work.wide[work.wide[:, END_KEY] == work.wide[:, FIRST_KEY]]
     assert len(padding) and (padding[:, ROWS] == 300 * CODED.groups).all() and len(work.copies) == 4

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 import triton
 
 from pensieve.kernels import accepted, activation, fp8_product, kv_write, norm, row_product
@@ -40,7 +41,8 @@ def test_heads(dim: int, warps: int) -> None:
     for heads, norm_, turn, loads, stores in (
         ((40, 10), True, True, 8, 4), ((40, 10), False, True, 4, 4), ((40, 40), False, False, 2, 2),
     ):  # fmt: skip
-        fixed = kv_write.constants(*heads, dim, 32, block, norm=norm_, turn=turn)
+        pool = torch.empty(1, 2, heads[1], 32, dim, dtype=torch.bfloat16, device="meta")
+        fixed = kv_write.constants(pool, heads[0], block, norm=norm_, turn=turn)
         binary = build(kv_write._prepare_and_store, TYPES, fixed, kv_write.options(block, dim))
         fits(binary, kv_write._prepare_and_store)
         # The slot is read singly; nothing else is.

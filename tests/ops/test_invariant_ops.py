@@ -86,12 +86,12 @@ Step = list[tuple[int, int, int]]
 
 def attend(case: Case) -> torch.Tensor:
     plan = invariant.make_plan(case.q, case.pool, case.spans, case.page_tables, window=case.window)
-    return invariant.attend(case.q, case.pool, plan, scale=case.scale, softcap=case.softcap, sinks=case.sinks)
+    return invariant.attend(case.q, case.pool, plan, case.logits)
 
 
 def attend_by_reference(case: Case) -> torch.Tensor:
     plan = reference.make_plan(case.q, case.pool, case.spans, case.page_tables, window=case.window)
-    return reference.attend(case.q, case.pool, plan, scale=case.scale, softcap=case.softcap, sinks=case.sinks)
+    return reference.attend(case.q, case.pool, plan, case.logits)
 
 
 @st.composite

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND, make_group_lists
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
-from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit
+from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit, make_words
 from pensieve.kernels.attention.prefixes import PrefixGroupRule, PrefixGroups
 from pensieve.kernels.attention.work_lists import WorkLists
 from pensieve.kernels.spans import Ints, Spans, make_spans
@@ -179,7 +178,7 @@ def test_many_small_parties_fit_into_their_graph() -> None:
         found = Willing(where, 1, least_saved_us=0.0).find(step.host, step.pages)
         assert found is not None and len(found.table) == 32
         capacity = capacity_for(PREFIX_GROUP_KIND, 128, 128, 131, where)
-        plan = AttentionPlan(128, where, torch.device("cpu"), kind=PREFIX_GROUP_KIND, capacity=capacity)
+        plan = AttentionPlan(128, where, make_words(capacity), kind=PREFIX_GROUP_KIND, capacity=capacity)
         assert plan.pack(step.in_order(found), found.table)[1] == 32
 
 
@@ -242,7 +241,7 @@ def test_what_is_found_fits_into_the_graph_of_its_bucket(data: st.DataObject) ->
     capacity = capacity_for(
         PREFIX_GROUP_KIND, tokens, data.draw(st.sampled_from([len(host), tokens])), limit, where
     )
-    plan = AttentionPlan(tokens, where, torch.device("cpu"), kind=PREFIX_GROUP_KIND, capacity=capacity)
+    plan = AttentionPlan(tokens, where, make_words(capacity), kind=PREFIX_GROUP_KIND, capacity=capacity)
     assert plan.pack(host, found.table)[0] >= 0
 
 
@@ -252,19 +251,12 @@ def test_a_plan_without_launches_for_parties_refuses_them() -> None:
     assert found is not None
     kind = classify(step.host, HOPPER)
     assert kind is StepKind.NARROW
-    plan = AttentionPlan(
-        64, HOPPER, torch.device("cpu"), kind=kind, capacity=capacity_for(kind, 64, 64, 4096, HOPPER)
-    )
+    capacity = capacity_for(kind, 64, 64, 4096, HOPPER)
+    plan = AttentionPlan(64, HOPPER, make_words(capacity), kind=kind, capacity=capacity)
     with pytest.raises(DoesNotFit, match="prefix groups"):
         plan.pack(step.in_order(found), found.table)
-    capacity = capacity_for(PREFIX_GROUP_KIND, 64, 64, 4096, HOPPER)
-    small = AttentionPlan(
-        64,
-        HOPPER,
-        torch.device("cpu"),
-        kind=PREFIX_GROUP_KIND,
-        capacity=replace(capacity, partial_rows=2 * 64 * 4 - 1),
-    )
+    capacity = replace(capacity_for(PREFIX_GROUP_KIND, 64, 64, 4096, HOPPER), partial_rows=2 * 64 * 4 - 1)
+    small = AttentionPlan(64, HOPPER, make_words(capacity), kind=PREFIX_GROUP_KIND, capacity=capacity)
     with pytest.raises(DoesNotFit, match="partial_rows"):
         small.pack(step.in_order(found), found.table)
     assert small.pack(step.host)[0] >= 64, "apart, they fit"

@@ -163,8 +163,8 @@ def test_parts_of_a_context_merge_by_lse() -> None:
 def test_one_plan_serves_all_layers() -> None:
     case, other = make_case([(0, 20, 1), (1, 3, 5)]), make_case([(0, 20, 1), (1, 3, 5)], seed=0, magnitude=2)
     plan = make_plan(case.q, case.pool, case.spans, case.page_tables)
-    assert relative_error(attend(case.q, case.pool, plan, scale=case.scale), oracle(case)[0]) <= 1e-5
-    assert relative_error(attend(other.q, other.pool, plan, scale=case.scale), oracle(other)[0]) <= 1e-5
+    assert relative_error(attend(case.q, case.pool, plan, case.logits), oracle(case)[0]) <= 1e-5
+    assert relative_error(attend(other.q, other.pool, plan, case.logits), oracle(other)[0]) <= 1e-5
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
@@ -238,7 +238,7 @@ def test_a_large_window_makes_the_plan_of_no_window() -> None:
     case = make_case([(0, 40, 1), (1, 39, 1), (2, 3, 300)], dim=8)
     plain, wide = (make_plan(case.q, case.pool, case.spans, case.page_tables, window=w) for w in (None, 303))
     assert torch.equal(
-        attend(case.q, case.pool, plain, scale=1.0), attend(case.q, case.pool, wide, scale=1.0)
+        attend(case.q, case.pool, plain, case.logits), attend(case.q, case.pool, wide, case.logits)
     )
     assert (plain.scratch_rows, len(plain.groups)) == (wide.scratch_rows, len(wide.groups))
 

@@ -41,13 +41,13 @@ def test_work_covers_every_row_and_key_once(
     window: int | None,
     hopper: bool,
 ) -> None:
-    geometry = Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors, hopper=hopper)
+    geometry = Geometry(*shape, 128, 2, processors, hopper=hopper, window=window)
     tiles = geometry.tiles
     table = make_spans([n for n, _ in spans], [p for _, p in spans], range(len(spans)))
     kind = classify(table, geometry)
     tokens = num_tokens(table)
     num_rows = tokens + padding
-    work = make_work_lists(table, num_rows, geometry, kind, window=window)
+    work = make_work_lists(table, num_rows, geometry, kind)
     row_of = np.repeat(np.arange(len(table)), table[:, 1])
     position = np.arange(tokens) - table[row_of, 0] + table[row_of, 2]
     covered = np.zeros((num_rows, geometry.groups), np.int64)

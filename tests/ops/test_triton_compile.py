@@ -49,15 +49,16 @@ def build(
 
 def attend(
     dim: int, name: str, *, lse: bool = False, mixed: bool = False, hopper: bool = False, piece: int = 0,
-    **features: Any,
+    window: int | None = None, **features: Any,
 ) -> tuple[Tile, Binary]:  # fmt: skip
     """Compile as for a launch on Hopper. ``mixed``: beside the other launch; ``hopper``: that is the kernel for
-    Hopper; ``piece``: of the geometry; ``features``: of ``constants``."""
+    Hopper; ``piece``, ``window``: of the geometry; ``features``: of ``constants``."""
     tile = getattr(choose_tiles(dim, 2, hopper=hopper, fixed=piece > 0), name)
     which = NARROW if name in ("narrow", "narrow_concurrent", "short") else WIDE
     order = CONCURRENT if mixed and which == NARROW else PRIMARY
-    fixed = constants(tile, which, Geometry(40, 10, dim, 2, 132, piece=piece), 32, order=order, **features)
-    return tile, build(_attend, {**fixed, "LSE": lse}, options(tile, order))
+    geometry = Geometry(40, 10, dim, 2, 132, piece=piece, window=window)
+    fixed = constants(tile, which, geometry, 32, **features)
+    return tile, build(_attend, {**fixed, "ORDER": order.value, "LSE": lse}, options(tile, order))
 
 
 @pytest.mark.parametrize("name", ["narrow", "narrow_concurrent", "short", "few", "wide"])
@@ -83,15 +84,15 @@ def test_programs_over_codes_fit(pool: str, name: str) -> None:
     """Decoding takes registers, not memory."""
     tile = getattr(choose_tiles(128, 2, coded=True), name)
     fixed = constants(
-        tile,
-        NARROW if name == "narrow" else WIDE,
-        Geometry(40, 10, 128, 2, 132, coded=True),
-        32,
-        order=PRIMARY,
+        tile, NARROW if name == "narrow" else WIDE, Geometry(40, 10, 128, 2, 132, coded=True), 32
     )
     types = {**TYPES, "pool": pool}
     binary = compiled_kernels.build(
-        _attend, types, {**fixed, "LSE": False}, options(tile, PRIMARY), any_value=ANY_VALUE
+        _attend,
+        types,
+        {**fixed, "ORDER": PRIMARY.value, "LSE": False},
+        options(tile, PRIMARY),
+        any_value=ANY_VALUE,
     )
     assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
     assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
@@ -103,7 +104,7 @@ def test_programs_over_codes_fit(pool: str, name: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_programs_with_windows_and_sinks_fit(dim: int, name: str) -> None:
     """As the layers of gpt-oss need them."""
-    tile, binary = attend(dim, name, windowed=True, sinks=True)
+    tile, binary = attend(dim, name, window=128, sinks=True)
     assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
     assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
     assert binary.stack <= (STACK_OF_LARGE if name == "wide" else STACK)
@@ -135,9 +136,7 @@ def test_the_two_kinds_share_a_multiprocessor() -> None:
 
 
 @pytest.mark.parametrize("name", ["narrow", "short", "few", "wide"])
-@pytest.mark.parametrize(
-    "features", [{}, {"windowed": True, "inner_softcap": 0.00125}], ids=["plain", "gemma2"]
-)
+@pytest.mark.parametrize("features", [{}, {"window": 128, "inner_softcap": 0.00125}], ids=["plain", "gemma2"])
 def test_largest_heads_build(name: str, features: dict[str, Any]) -> None:
     tile, binary = attend(256, name, lse=True, **features)
     assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS

@@ -130,7 +130,7 @@ class Few:
     def can_admit(self, key: int, tokens: int) -> bool:
         admits = self.twin.can_admit(key, tokens, prefix_of(key), reserve=False)
         context, path = self.manager.tokens(key)[:tokens], self.manager.path(key, tokens)
-        real = self.manager.cache.can_admit(SessionKey(str(key)), context, tokens, reserve=False, path=path)
+        real = self.manager.cache.can_admit(SessionKey(str(key)), context, tokens, path=path)
         assert admits == real
         return admits
 

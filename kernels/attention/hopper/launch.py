@@ -68,7 +68,7 @@ def attend_wide(
         q_desc, pool_desc, call.tables, out, call.lse, words, scratch.partial, scratch.partial_lse, scratch.rows,
         call.table_stride, out.stride(0), out.stride(1), pool.stride(0) // dim, pool.stride(1) // dim,
         pool.stride(2) // dim, call.factor, call.sinks, window, KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, PAGE=page,
-        BESIDE=beside, LSE=call.return_lse, WINDOWED=window > 0, SINKS=call.has_sinks, num_warps=4,
+        BESIDE=beside, LSE=call.has_lse, WINDOWED=window > 0, SINKS=call.has_sinks, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
 

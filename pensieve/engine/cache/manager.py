@@ -118,23 +118,24 @@ class CacheManager:
         tokens: TokenArray,
         num_new: int,
         *,
-        reserve: bool,
         path: PrefixPath | None = None,
         branches: Branches = NO_BRANCHES,
-        tenant: str = "",
+        reserve_for: str | None = None,
     ) -> bool:
         """Whether ``admit`` may be called now, and then ``branch`` for others.
 
-        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned besides those
-        kept for other tenants: free, reclaimable, or evictable (the plan that needs them copies them out,
-        which saves a step).
+        ``reserve_for``: the session's tenant, where more than ``decode_reserve`` of all device pages must stay unpinned
+        besides those kept for other tenants: free, reclaimable, or evictable (the plan that needs them copies them
+        out, which saves a step). None: no page must stay unpinned.
         """
         pages = self.pages_to_pin(key, tokens, num_new, path=path, branches=branches)
         if pages is None:
             return False
         remaining = self._tiers.unpinned_bytes(pages)
+        if reserve_for is None:
+            return remaining >= 0
         kept = self.config.decode_reserve * self._tiers.device.size_bytes
-        return remaining > kept + self.shares.bytes_withheld_from(tenant) if reserve else remaining >= 0
+        return remaining > kept + self.shares.bytes_withheld_from(reserve_for)
 
     def pages_to_pin(
         self,

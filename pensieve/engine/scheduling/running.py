@@ -57,10 +57,9 @@ class RunningSet:
             request.session,
             request.context,
             request.new_when_admitted,
-            reserve=bool(self.requests),
             path=request.path,
             branches=self._branches(forks),
-            tenant=request.tenant,
+            reserve_for=request.tenant if self.requests else None,
         )
 
     def needs(self, request: Request) -> tuple[Pages, int]:

@@ -88,7 +88,7 @@ class WarmUps:
             if later:
                 continue
             context, path = request.context, request.path
-            if not self._cache.can_admit(session, context, 0, reserve=False, path=path):
+            if not self._cache.can_admit(session, context, 0, path=path):
                 waits = self._cache.pages_to_pin(session, context, 0, path=path) is None
                 if not running and not waits:
                     del self._pending[session]  # one group's end is too short, and no turn asks for more

@@ -180,7 +180,7 @@ class Programs:
         kind = _kind(batch, geometry)
         count = max(least, len(batch.tokens))
         capacities = tuple(
-            capacity_for(kind, count, len(batch.spans), batch.max_context, geometry, window)
+            capacity_for(kind, count, len(batch.spans), batch.max_context, replace(geometry, window=window))
             for window in self.shared.windows
         )
         samples = max(1, min(count, max(least, len(batch.sample_rows))))
@@ -246,7 +246,8 @@ def _capacities(
     """Return the capacities of a graph's plans, one per window."""
     spans = _max_spans(tokens, info)
     return tuple(
-        capacity_for(kind, tokens, spans, info.context_limit, geometry, window) for window in windows
+        capacity_for(kind, tokens, spans, info.context_limit, replace(geometry, window=window))
+        for window in windows
     )
 
 

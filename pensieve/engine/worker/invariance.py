@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from pensieve.config import KvDtypeName
 from pensieve.kernels import invariant, kv_codec, reference
-from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.arguments import HeadPrep, Logits
 from pensieve.kernels.attention.kinds import PIECE_KEYS
 from pensieve.kernels.spans import Spans, make_spans
 from pensieve.model.arch import Arch
@@ -241,7 +241,7 @@ def _reference_attention(
     arch: Arch, q: torch.Tensor, pool: torch.Tensor, spans: Spans, tables: torch.Tensor, window: int | None
 ) -> torch.Tensor:
     plan = invariant.make_plan(q, pool, spans, tables, window=window)
-    return invariant.attend(q, pool, plan, scale=arch.attention_scale, softcap=arch.softcap)
+    return invariant.attend(q, pool, plan, Logits(arch.attention_scale, arch.softcap))
 
 
 def _triton_attention(
@@ -250,11 +250,9 @@ def _triton_attention(
     from pensieve.kernels.attention.plan import AttentionPlan, geometry_of  # needs Triton
     from pensieve.kernels.ragged_paged_attention import attend
 
-    geometry = replace(geometry_of(q, pool), hopper=False, piece=PIECE_KEYS)
-    plan = AttentionPlan.from_spans(spans, len(q), geometry, q.device, window=window)
-    out = attend(q, pool, plan, tables, scale=arch.attention_scale, softcap=arch.softcap)
-    assert isinstance(out, torch.Tensor)
-    return out
+    geometry = replace(geometry_of(q, pool), hopper=False, piece=PIECE_KEYS, window=window)
+    plan = AttentionPlan.from_spans(spans, len(q), geometry, q.device)
+    return attend(q, pool, plan, tables, Logits(arch.attention_scale, arch.softcap))
 
 
 def _products(weights: Weights) -> Iterator[tuple[str, Linear]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pensieve.kernels import reference
-from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.arguments import HeadPrep, Logits
 from pensieve.kernels.kv_codec import CODES, pool_of, used_bytes
 from pensieve.kernels.spans import make_spans
 from pensieve.model.arch import ModelError
@@ -59,9 +59,7 @@ class _OneText:
             q,
             self.pool,
             self.plans[window],
-            scale=arch.attention_scale,
-            softcap=arch.softcap,
-            sinks=prep.sinks,
+            Logits(arch.attention_scale, arch.softcap, prep.sinks),
         )
 
 

@@ -26,7 +26,7 @@ from pensieve.engine.sampling.sampler import greedy_tokens, sanitize
 from pensieve.engine.worker import spans as span_columns
 from pensieve.engine.worker.spans import Ints32, SpanColumns
 from pensieve.kernels.accepted import ENTRY, MOST_ROWS, StepRows, Undecided, complete_rows, shorten_items
-from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.arguments import HeadPrep, Logits
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.kinds import Geometry, StepKind
@@ -280,8 +280,8 @@ class StepProgram:
             self._chains = RecurrentPlan(((None, chains),), covers_all=False)
         self._plans = {
             window: AttentionPlan(
-                size.tokens, self._geometry, device, kind=size.kind, capacity=capacity,
-                words=view[_words_name(window)], scratch=shared.scratch, window=window,
+                size.tokens, replace(self._geometry, window=window), view[_words_name(window)],
+                kind=size.kind, capacity=capacity, scratch=shared.scratch,
             )
             for window, capacity in zip(shared.windows, size.attention, strict=True)
         }  # fmt: skip
@@ -408,12 +408,8 @@ class StepProgram:
         window = arch.layers[layer].window
         slots = self._view[self._slot_names()[-1 if window is not None else 0]]
         q = kv_write(pool, qkv, slots, prep, one_size=self._shared.geometry.piece > 0)
-        out = attend(
-            q, pool, self._plans[window], self._view["pages"],
-            scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks,
-        )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
-        return out
+        logits = Logits(arch.attention_scale, arch.softcap, prep.sinks)
+        return attend(q, pool, self._plans[window], self._view["pages"], logits)
 
     def _recur(
         self, layer: int, inputs: torch.Tensor, gates: torch.Tensor, recurrence: Recurrence

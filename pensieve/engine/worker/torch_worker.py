@@ -23,7 +23,7 @@ from pensieve.engine.worker import invariance
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, resolve_device, worker_info
 from pensieve.engine.worker.spans import SpanColumns
 from pensieve.kernels import invariant, reference
-from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.arguments import HeadPrep, Logits
 from pensieve.kernels.recurrence import Recurrence
 from pensieve.kernels.recurrent import recurrent
 from pensieve.kernels.spans import Spans, make_spans
@@ -259,7 +259,7 @@ class _StepAttention:
         if window not in self.plans:
             self.plans[window] = kernels.make_plan(q, pool, batch.spans, tables, window=window)
         out: torch.Tensor = kernels.attend(
-            q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks
+            q, pool, self.plans[window], Logits(arch.attention_scale, arch.softcap, prep.sinks)
         )
         self.seconds += time.perf_counter() - started
         return out

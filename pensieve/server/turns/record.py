@@ -35,7 +35,6 @@ from pensieve.store.records import (
     Item,
     Record,
     RecordKind,
-    SessionConfig,
     TurnResult,
 )
 from pensieve.tokenizer import ChatTokenizer
@@ -82,12 +81,10 @@ def build(
     answer: KeptAnswer,
     *,
     keep_items: int | None,
-    config: SessionConfig | None,
     numerics: str = "",
 ) -> Record:
     """The record that follows ``base`` (as stored, before truncation): input items and one answer item, whose
-    tokens begin with the generation prompt. ``config``: the session's new config; None leaves it
-    unchanged. ``numerics``: of the engine."""
+    tokens begin with the generation prompt. It leaves the session's config as it is. ``numerics``: of the engine."""
     spec, time_ms = run.spec, now_ms()
     output = np.asarray(answer.tokens, dtype=np.int32)
     item = Item(
@@ -123,7 +120,6 @@ def build(
             mark=spec.mark,
             numerics=numerics,
         ),
-        config=config,
         hidden_before=hidden if hidden != base.hidden_before else None,
     )
 

@@ -287,10 +287,11 @@ class TurnRunner:
         else:
             answer = turn_record.cancelled_answer(run.buffer.outputs, run.generation, order.keep_tokens)
         run.buffer.report(ProgressView(Phase.COMMIT))
-        config = self._served.bound(base.config) if base.config.binding is None else None
         record = turn_record.build(
-            run, base, prepared, answer, keep_items=keep, config=config, numerics=self._link.info.numerics
+            run, base, prepared, answer, keep_items=keep, numerics=self._link.info.numerics
         )
+        if base.config.binding is None:
+            record = replace(record, config=self._served.bound(base.config))
         _, is_ours = await self._transcript.append(
             run.key, base, record, functools.partial(self._commit, run, record)
         )

@@ -56,7 +56,7 @@ def begin(
     key = SessionKey(name)
     num_new = len(context) if new is None else new
     path = cache.prefix_path(key, scope, context)
-    assert cache.can_admit(key, context, num_new, reserve=False, path=path)
+    assert cache.can_admit(key, context, num_new, path=path)
     return cache.admit(key, context, num_new, now, path)
 
 

@@ -123,7 +123,7 @@ class _Again:
         key = SessionKey(turn.session)
         if key in self._running or turn.context >= len(self._longest):
             return False
-        return self._cache.can_admit(key, self._longest[: turn.context], 0, reserve=False)
+        return self._cache.can_admit(key, self._longest[: turn.context], 0)
 
     def _begin(self, turn: PastTurn, *, again: bool) -> None:
         cache, key = self._cache, SessionKey(turn.session)

@@ -44,7 +44,9 @@ class Manager:
 
     def can_admit(self, key: int, history: int, tokens: int) -> bool:
         context, path = self.tokens(key)[:tokens], self.path(key, tokens)
-        return self.cache.can_admit(SessionKey(str(key)), context, tokens - history, reserve=True, path=path)
+        return self.cache.can_admit(
+            SessionKey(str(key)), context, tokens - history, reserve_for="", path=path
+        )
 
     def admit(self, key: int, history: int, tokens: int, now: float) -> Restore:
         context, path = self.tokens(key)[:tokens], self.path(key, tokens)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from pensieve.kernels import spans as span_rows
+from pensieve.kernels.arguments import Logits
 
 Spans = Sequence[tuple[int, int, int]]
 """(page-table row, position, query tokens)"""
@@ -28,6 +29,10 @@ class Case:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     """float32 [Hq]"""
+
+    @property
+    def logits(self) -> Logits:
+        return Logits(self.scale, self.softcap, self.sinks)
 
 
 def make_case(

@@ -10,7 +10,7 @@ from pensieve.kernels import reference
 from pensieve.kernels.attention.plan import AttentionPlan
 from pensieve.kernels.kv_codec import coded, decode, exponents_of
 from pensieve.kernels.kv_write import kv_write
-from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.ragged_paged_attention import attend_with_lse
 from support.kernels.attention_cases import Case, oracle, relative_error
 from support.kernels.decoder_cases import HeadCase
 
@@ -47,11 +47,9 @@ def check_coded_attention(case: CodedCase, plan: AttentionPlan) -> None:
     """Results are those of the oracle over the decoded pool, on the device of the coded one."""
     plain, device = case.plain, case.pool.device
     plan.scratch.partial.fill_(torch.nan)
-    q, sinks = plain.q.to(device), None if plain.sinks is None else plain.sinks.to(device)
-    out, lse = attend(
-        q, case.pool, plan, plain.page_tables.to(device), scale=plain.scale, softcap=plain.softcap, sinks=sinks,
-        return_lse=True, out=torch.full_like(q, torch.nan),
-    )  # fmt: skip
+    q, tables = plain.q.to(device), plain.page_tables.to(device)
+    logits = plain.logits._replace(sinks=None if plain.sinks is None else plain.sinks.to(device))
+    out, lse = attend_with_lse(q, case.pool, plan, tables, logits, out=torch.full_like(q, torch.nan))
     want, want_lse = oracle(plain)
     assert relative_error(out.cpu(), want) <= TOLERANCE[plain.q.dtype]
     assert relative_error(lse.cpu(), want_lse) <= TOLERANCE[plain.q.dtype]

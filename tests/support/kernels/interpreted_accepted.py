@@ -19,6 +19,7 @@ from pensieve.engine.worker.graphs import Programs
 from pensieve.engine.worker.program import CudaBatch, SharedState, make_cuda_batch
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.accepted import complete_rows
+from pensieve.kernels.arguments import Logits
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
@@ -156,9 +157,7 @@ def test_a_completed_step_is_the_one_that_is_planned_when_all_is_known(seed: int
             torch.manual_seed(1000 * int(table[position // PAGE]) + position)
             pool[int(table[position // PAGE]), :, :, position % PAGE] = torch.randn(2, KV_HEADS, DIM)
     queries = torch.randn(len(view["tokens"]), HEADS, DIM)
-    got = attend(queries, pool, attention, view["pages"], scale=0.3)
-    assert isinstance(got, torch.Tensor)
+    got = attend(queries, pool, attention, view["pages"], Logits(0.3))
     exact = AttentionPlan.from_spans(known.spans, count, geometry, torch.device("cpu"))
-    want = attend(queries[order], pool, exact, torch.from_numpy(known.pages), scale=0.3)
-    assert isinstance(want, torch.Tensor)
+    want = attend(queries[order], pool, exact, torch.from_numpy(known.pages), Logits(0.3))
     assert relative_error(got[order], want) <= 1e-5

@@ -16,7 +16,7 @@ from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.kinds import StepKind
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.attention.tiles import Tile, TileSet
-from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.ragged_paged_attention import attend, attend_with_lse
 from pensieve.kernels.spans import make_spans, num_tokens
 from support.kernels.attention_cases import Case, make_case, oracle, relative_error
 from support.lengths import at_length, some
@@ -36,9 +36,8 @@ MIX = [(0, 40, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3)]
 def planned(case: Case, processors: int = 4, capacity: Capacity | None = None) -> AttentionPlan:
     """The plan with tiny tiles for a device of ``processors``."""
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY)
-    plan = AttentionPlan.from_spans(
-        case.spans, len(case.q), geometry, case.q.device, capacity=capacity, window=case.window
-    )
+    geometry = replace(geometry, window=case.window)
+    plan = AttentionPlan.from_spans(case.spans, len(case.q), geometry, case.q.device, capacity=capacity)
     plan.scratch.partial.fill_(torch.nan)
     plan.scratch.partial_lse.fill_(torch.nan)
     return plan
@@ -48,10 +47,7 @@ def check(case: Case, processors: int = 4) -> AttentionPlan:
     plan = planned(case, processors)
     before = case.pool.clone()
     out = torch.full_like(case.q, torch.nan)
-    got, lse = attend(
-        case.q, case.pool, plan, case.page_tables, scale=case.scale, softcap=case.softcap, sinks=case.sinks,
-        return_lse=True, out=out,
-    )  # fmt: skip
+    got, lse = attend_with_lse(case.q, case.pool, plan, case.page_tables, case.logits, out=out)
     want, want_lse = oracle(case)
     assert got is out
     assert relative_error(out, want) <= TOLERANCE[case.q.dtype]
@@ -129,8 +125,7 @@ def test_any_mixture(seed: int) -> None:
 @pytest.mark.parametrize("magnitude", [0.0, 100.0])
 def test_equal_and_extreme_scores(magnitude: float) -> None:
     case = make_case([(0, 40, 1), (1, 0, 30)], magnitude=magnitude)
-    out = attend(case.q, case.pool, planned(case, 60), case.page_tables, scale=case.scale)
-    assert isinstance(out, torch.Tensor)
+    out = attend(case.q, case.pool, planned(case, 60), case.page_tables, case.logits)
     want, _ = oracle(case)
     torch.testing.assert_close(out.double(), want, rtol=1e-3, atol=1e-3 * max(magnitude, 1e-6))
 
@@ -138,9 +133,7 @@ def test_equal_and_extreme_scores(magnitude: float) -> None:
 def test_rows_outside_spans_come_out_zero() -> None:
     case = make_case([(0, 8, 3)])
     padded = replace(case, q=torch.cat([case.q, torch.full_like(case.q, torch.nan)]))
-    out, lse = attend(
-        padded.q, case.pool, planned(padded), case.page_tables, scale=case.scale, return_lse=True
-    )
+    out, lse = attend_with_lse(padded.q, case.pool, planned(padded), case.page_tables, case.logits)
     assert relative_error(out[:3], oracle(case)[0]) <= 1e-5
     assert (out[3:] == 0).all() and torch.isneginf(lse[3:]).all()
 
@@ -158,7 +151,7 @@ def test_programs_that_are_fewer_than_items(programs: int) -> None:
     case = make_case([(row, 20 + 13 * row, 1) for row in range(9)], heads=4, kv_heads=2)
     plan = planned(case, 12, replace(planned(case, 12).capacity, narrow_programs=programs))
     out = torch.full_like(case.q, torch.nan)
-    attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, out=out)
+    attend(case.q, case.pool, plan, case.page_tables, case.logits, out=out)
     assert relative_error(out, oracle(case)[0]) <= 1e-5
 
 
@@ -172,8 +165,8 @@ def test_page_tables_end_to_end() -> None:
     memory = torch.cat([flat, torch.full((9,), 2**30, dtype=torch.int32)])[: len(flat)]
     _, lengths_, positions, _ = case.spans.T
     ragged = replace(case, page_tables=memory, spans=make_spans(lengths_, positions, starts))
-    out = attend(ragged.q, ragged.pool, planned(ragged, 60), ragged.page_tables, scale=ragged.scale)
-    assert isinstance(out, torch.Tensor) and relative_error(out, oracle(case)[0]) <= 1e-5
+    out = attend(ragged.q, ragged.pool, planned(ragged, 60), ragged.page_tables, ragged.logits)
+    assert relative_error(out, oracle(case)[0]) <= 1e-5
 
 
 def test_a_plan_serves_other_steps_in_the_same_memory() -> None:
@@ -184,7 +177,7 @@ def test_a_plan_serves_other_steps_in_the_same_memory() -> None:
         spans = make_spans(lengths, positions, [0, 1, 2])
         plan.refill(spans)
         out = torch.full_like(case.q, torch.nan)
-        attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, out=out)
+        attend(case.q, case.pool, plan, case.page_tables, case.logits, out=out)
         used = num_tokens(spans)
         want, _ = oracle(replace(case, q=case.q[:used], spans=spans))
         assert relative_error(out[:used], want) <= 1e-5
@@ -214,15 +207,7 @@ def test_softcap_and_sinks(window: int | None, softcap: float | None, sinks: boo
 def test_rows_that_see_nothing_have_no_sink() -> None:
     case = make_case([(0, 8, 3)], sinks=True, window=4)
     padded = replace(case, q=torch.cat([case.q, torch.full_like(case.q, torch.nan)]))
-    out, lse = attend(
-        padded.q,
-        case.pool,
-        planned(padded),
-        case.page_tables,
-        scale=case.scale,
-        sinks=case.sinks,
-        return_lse=True,
-    )
+    out, lse = attend_with_lse(padded.q, case.pool, planned(padded), case.page_tables, case.logits)
     assert relative_error(out[:3], oracle(case)[0]) <= 1e-5
     assert (out[3:] == 0).all() and torch.isneginf(lse[3:]).all()
 

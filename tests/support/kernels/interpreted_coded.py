@@ -53,10 +53,15 @@ def conversions_round(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_of(case: CodedCase, *, piece: int = 0, processors: int = 4, copied: bool = False) -> AttentionPlan:
     geometry = geometry_of(case.plain.q, case.pool)
     page = case.pool.shape[3] if copied else 0
-    geometry = replace(geometry, multiprocessors=processors, own_tiles=TINY, piece=piece, copied_page=page)
-    return AttentionPlan.from_spans(
-        case.plain.spans, len(case.plain.q), geometry, case.pool.device, window=case.plain.window
+    geometry = replace(
+        geometry,
+        multiprocessors=processors,
+        own_tiles=TINY,
+        piece=piece,
+        copied_page=page,
+        window=case.plain.window,
     )
+    return AttentionPlan.from_spans(case.plain.spans, len(case.plain.q), geometry, case.pool.device)
 
 
 @codes
@@ -159,8 +164,7 @@ def test_a_vector_that_is_not_finite_poisons_those_that_see_it() -> None:
         page = int(case.plain.page_tables[0, 0])
         before = exponents_of(case.pool)[page, which, 0, 3].item()
         exponents_of(case.pool)[page, which, 0, 3] = -128
-        out = attend(case.plain.q, case.pool, plan_of(case), case.plain.page_tables, scale=case.plain.scale)
-        assert isinstance(out, torch.Tensor)
+        out = attend(case.plain.q, case.pool, plan_of(case), case.plain.page_tables, case.plain.logits)
         assert out[0].isnan().all() and out[1].isfinite().all()
         exponents_of(case.pool)[page, which, 0, 3] = before
 
@@ -168,4 +172,4 @@ def test_a_vector_that_is_not_finite_poisons_those_that_see_it() -> None:
 def test_a_plan_for_another_pool_is_refused() -> None:
     case = code_case(make_case(MIX), torch.int8)
     with pytest.raises(ValueError, match="coded pool"):
-        attend(case.plain.q, case.plain.pool, plan_of(case), case.plain.page_tables, scale=1.0)
+        attend(case.plain.q, case.plain.pool, plan_of(case), case.plain.page_tables, case.plain.logits)

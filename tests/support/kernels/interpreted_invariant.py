@@ -18,7 +18,7 @@ import triton.runtime.interpreter
 from pensieve.kernels.attention import work_lists
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
-from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.ragged_paged_attention import attend_with_lse
 from pensieve.kernels.spans import make_spans
 from support.kernels.attention_cases import Case, make_case, oracle, relative_error
 from support.kernels.interpreted_attention import TINY, TOLERANCE
@@ -50,7 +50,10 @@ def products_add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(case: Case, processors: int) -> Geometry:
-    return replace(geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY, piece=PIECE)
+    geometry = replace(
+        geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY, piece=PIECE
+    )
+    return replace(geometry, window=case.window)
 
 
 def run(case: Case, rows: Rows, processors: int = 4, *, together: bool = False) -> dict[int, bytes]:
@@ -71,14 +74,10 @@ def run(case: Case, rows: Rows, processors: int = 4, *, together: bool = False) 
         order = order[np.concatenate([starts[index] for index in found.order])]
         spans = make_spans(host[:, 1], host[:, 2], host[:, 3])
     q = case.q[torch.from_numpy(order)].contiguous()
-    plan = AttentionPlan.from_spans(
-        spans, len(q), geometry, q.device, window=case.window, prefix_groups=groups
-    )
+    plan = AttentionPlan.from_spans(spans, len(q), geometry, q.device, prefix_groups=groups)
     plan.scratch.partial.fill_(torch.nan)
     plan.scratch.partial_lse.fill_(torch.nan)
-    out, lse = attend(
-        q, case.pool, plan, flat, scale=case.scale, softcap=case.softcap, sinks=case.sinks, return_lse=True
-    )
+    out, lse = attend_with_lse(q, case.pool, plan, flat, case.logits)
     return {
         int(row): out[at].numpy().tobytes() + lse[at].numpy().tobytes()
         for at, row in enumerate(order.tolist())
@@ -133,13 +132,8 @@ def test_softcap_and_sinks() -> None:
 @pytest.mark.parametrize("more", [{}, {"window": 40}, {"softcap": 5.0, "sinks": True}], ids=str)
 def test_results_are_right(more: dict[str, Any]) -> None:
     case = make_case(MIX, dtype=torch.float16, **more)
-    plan = AttentionPlan.from_spans(
-        case.spans, len(case.q), planned(case, 4), case.q.device, window=case.window
-    )
-    out, lse = attend(
-        case.q, case.pool, plan, case.page_tables, scale=case.scale, softcap=case.softcap, sinks=case.sinks,
-        return_lse=True,
-    )  # fmt: skip
+    plan = AttentionPlan.from_spans(case.spans, len(case.q), planned(case, 4), case.q.device)
+    out, lse = attend_with_lse(case.q, case.pool, plan, case.page_tables, case.logits)
     want, want_lse = oracle(case)
     assert relative_error(out, want) <= TOLERANCE[torch.float16]
     assert relative_error(lse, want_lse) <= TOLERANCE[torch.float16]
@@ -178,8 +172,8 @@ def _windows_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """An item begins with the first key that its first query sees."""
     original = work_lists.make_blocks
 
-    def anywhere(spans: Any, tile: Any, geometry: Geometry, window: int | None = None) -> Any:
-        return original(spans, tile, replace(geometry, piece=0), window)
+    def anywhere(spans: Any, tile: Any, geometry: Geometry) -> Any:
+        return original(spans, tile, replace(geometry, piece=0))
 
     monkeypatch.setattr(work_lists, "make_blocks", anywhere)
 

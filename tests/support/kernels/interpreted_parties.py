@@ -18,7 +18,7 @@ from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
 from pensieve.kernels.attention.tiles import Tile, TileSet
 from pensieve.kernels.attention.work_lists import HEADER, ITEM, MERGE
-from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.ragged_paged_attention import attend, attend_with_lse
 from pensieve.kernels.spans import Ints, make_spans, num_tokens
 from pensieve.kernels.spans import Spans as SpanRows
 from support.kernels.attention_cases import Case, make_case, oracle, relative_error
@@ -86,8 +86,7 @@ def run(step: Shared, parties: Ints | None, processors: int = 4, spoil: Callable
     if spoil is not None:
         spoil(plan)
     out = torch.full_like(case.q, torch.nan)
-    result = attend(case.q, case.pool, plan, step.flat, scale=case.scale, return_lse=True, out=out)
-    return result[0], result[1], plan
+    return *attend_with_lse(case.q, case.pool, plan, step.flat, case.logits, out=out), plan
 
 
 def check(step: Shared, processors: int = 4) -> AttentionPlan:
@@ -201,7 +200,7 @@ def test_other_parties_in_the_same_memory() -> None:
         plan.scratch.partial.fill_(torch.nan)
         plan.refill(spans, None if parties is None else torch.tensor(parties).numpy())
         out = torch.full_like(case.q, torch.nan)
-        attend(case.q, case.pool, plan, step.flat, scale=case.scale, out=out)
+        attend(case.q, case.pool, plan, step.flat, case.logits, out=out)
         assert relative_error(out, oracle(case)[0]) <= 1e-5
 
 
