@@ -360,7 +360,6 @@ class StepProgram:
         with torch.cuda.stream(stream):
             sampled = self._shared.sampled.clone()  # the next step may need it
             self._compute()  # without spans: compiles kernels and lets libraries choose theirs
-            self._shared.sampled.copy_(sampled)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # NCCL, too, has a thread that polls events at any time: it must not invalidate the capture.
@@ -368,6 +367,9 @@ class StepProgram:
         mode = "thread_local" if polled else "global"
         with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             self._compute()
+        with torch.cuda.stream(stream):
+            graph.replay()  # without spans: the first replay uploads the graph, which must not delay a step
+            self._shared.sampled.copy_(sampled)
         self._graph = graph
 
     def _compute(self) -> None:
