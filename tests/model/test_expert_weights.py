@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pensieve.engine.worker.sizing import Placement, workspace_bytes
 from pensieve.model import checkpoint
 from pensieve.model.arch import ModelError
 from pensieve.model.checkpoint import TensorFill, pieces
+from pensieve.model.families.common import _gpt_oss
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 from pensieve.model.weights import ExpertWeights, LoadFormat, Weights, load_weights, tensors_of
@@ -175,6 +177,12 @@ def test_gpt_oss_is_read_as_published(tmp_path: Path) -> None:
     (rope,) = arch.ropes
     assert (rope.scaling, rope.theta, rope.factor, rope.truncate) == ("yarn", 150000.0, 32.0, False)
     assert arch.experts is not None and arch.experts.clamped == (1.702, 7.0)
+
+
+def test_gpt_oss_is_read_by_older_transformers() -> None:
+    """Their config has no names for the two numbers of the activation."""
+    parsed = SimpleNamespace(num_local_experts=32, num_experts_per_tok=4, intermediate_size=2880)
+    assert _gpt_oss(parsed).clamped == (1.702, 7.0)
 
 
 def test_a_step_needs_memory_for_every_pick(base: Path) -> None:

@@ -25,6 +25,7 @@ from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
 from support.engine.checkpoints import LAYERED, WITH_EXPERTS, Family, auto_class, tiny_checkpoint
 from support.engine.layered_attention import LayeredAttention
+from support.model.newest_models import as_newest
 from support.ranks.rank_threads import Exchange, ThreadCollective
 
 TOKENS = 50
@@ -102,7 +103,7 @@ def logits(model: Transformer, cuts: tuple[int, ...] = ()) -> torch.Tensor:
 def transformers_logits(family: Family, folder: Path) -> torch.Tensor:
     made = auto_class(family)
     model = made.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    found: torch.Tensor = model.eval()(tokens()[None]).logits[0]
+    found: torch.Tensor = as_newest(model.eval())(tokens()[None]).logits[0]
     return found
 
 

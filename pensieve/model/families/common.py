@@ -254,9 +254,10 @@ def _gpt_oss(parsed: Any) -> Experts:
         width=parsed.intermediate_size,
         softmax="picked",
         bias=True,
+        # Versions of transformers before these two were options compute with the published values.
         clamped=(
-            positive("swiglu_alpha", parsed.swiglu_alpha),
-            positive("swiglu_limit", parsed.swiglu_limit),
+            positive("swiglu_alpha", getattr(parsed, "swiglu_alpha", 1.702)),
+            positive("swiglu_limit", getattr(parsed, "swiglu_limit", 7.0)),
         ),
     )
 

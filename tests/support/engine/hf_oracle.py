@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.engine.coded_cache import CodedCache
+from support.model.newest_models import as_newest
 
 NEAR_TIE = 1e-4
 """Logits closer than this are equal to within float32 rounding of two different summation orders."""
@@ -39,7 +40,7 @@ class HfOracle:
         if code is not None:
             # Some versions of torch have no grouped products in float64.
             loaded.set_experts_implementation("eager")
-        self._model = change(loaded.to(torch.float32 if code is None else torch.float64).eval())
+        self._model = change(as_newest(loaded).to(torch.float32 if code is None else torch.float64).eval())
         self._code = code
         self._every = every
         self._near_tie = near_tie

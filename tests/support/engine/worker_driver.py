@@ -15,6 +15,7 @@ from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Copy, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.worker.torch_worker import TorchWorker, build_worker
+from support.model.newest_models import as_newest
 
 CHUNK = 8
 
@@ -85,7 +86,9 @@ def logprobs(result: StepResult, index: int = 0) -> torch.Tensor:
 
 @cache
 def reference_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Some versions compute a softcap only so.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return as_newest(model.eval())
 
 
 @torch.inference_mode()

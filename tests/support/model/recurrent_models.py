@@ -17,6 +17,7 @@ from pensieve.kernels.recurrent import recurrent
 from pensieve.kernels.spans import make_spans
 from pensieve.model.arch import Arch
 from pensieve.model.transformer import Transformer
+from support.model.newest_models import as_newest
 from support.model.torch_only import MODELS
 
 Family = Literal["mamba2", "bamba", "falcon_h1", "qwen3_next", "qwen3_5_text", "qwen3_next_experts"]
@@ -73,7 +74,8 @@ def make_model(family: Family, folder: Path, seed: int = 0, **overrides: Any) ->
         )
         spread(model)
     model.save_pretrained(folder)
-    return model.eval()
+    made: torch.nn.Module = as_newest(model.eval())
+    return made
 
 
 @torch.no_grad()
