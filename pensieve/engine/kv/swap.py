@@ -97,6 +97,8 @@ class CudaLanes:
             # torch creates an event when it is first recorded, and graph capture drops a wait for an event
             # that does not exist yet.
             event.record(self.streams[Lane.IN])
+        # Pools and checksums are zeroed on the current stream, which none of the three waits for.
+        torch.cuda.synchronize(self._device)
 
     def _group(self, pages: GroupPages, mechanism: str, *, verify: bool) -> _GroupLanes:
         inside, outside = runs_of(pages.device), runs_of(pages.host.transpose(0, 1), chunk_first=True)
