@@ -291,6 +291,10 @@ class _Sentinels(Sentinel):
         self._found, self.following, self.asked_s = newest.address, following, now
         return newest.address
 
+    async def aclose(self) -> None:
+        """As redis-py's, which has it from 8.1 on."""
+        await gather_all(*(one.aclose() for one in self.sentinels))
+
     async def _named_by(self, sentinel: Any, service_name: str) -> _Named | None:
         try:
             states = await sentinel.sentinel_masters()
