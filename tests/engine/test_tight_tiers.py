@@ -16,6 +16,7 @@ from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.messages import SetMemory
+from pensieve.engine.plan import Plan
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.running import RunningSet
 from support.engine import engine_driver
@@ -123,6 +124,15 @@ def setup(kind: str, rng: random.Random, *, elastic: bool) -> tuple[CacheConfig,
     return cache, SchedulerConfig(limit, max_batch_tokens=budget, max_running=running, unified_batch=unified)
 
 
+def check_size(plan: Plan, scheduler: SchedulerConfig) -> None:
+    """A plan has no more of anything than a worker on a GPU has memory for."""
+    tokens, drafts = plan.num_tokens, sum(span.drafts for span in plan.spans)
+    assert not drafts or tokens <= scheduler.max_batch_tokens, "drafts take more than is left over"
+    assert tokens <= max(scheduler.max_batch_tokens, scheduler.max_running), f"{tokens} tokens in a step"
+    assert len(plan.specs) <= scheduler.max_running + scheduler.max_drafts, f"{len(plan.specs)} tokens chosen"
+    assert len(plan.page_tables) <= scheduler.max_running, f"{len(plan.page_tables)} requests in a step"
+
+
 def play(
     kind: str, seed: int, *, elastic: bool = False, beams: bool = False, more: bool = False
 ) -> Driver | None:
@@ -171,6 +181,8 @@ def play(
                     engine.handle(SetMemory(1, rng.randint(sizes.device_floor, sizes.device_ceiling)))
                 driver.step()
         driver.run_until_idle()
+    for plan in worker.plans:
+        check_size(plan, scheduler)
     return driver
 
 
@@ -205,11 +217,14 @@ COMBINED = [
     ("full", 30_040_089, False, False),
     ("full", 30_091_885, False, False),
     ("full", 30_101_113, False, False),
+    ("full", 30_400_018, False, True),
+    ("full", 30_400_059, False, False),
 ]
 """The same with ``more``. A mask that came while a plan was made let its request decode without a page (30,040,016). A
 request that waited for its mask had not begun to compute what the next one, admitted in the same plan, then computed
 for both (30,040,089). Without unified batches, a plan admitted a request that waited for its mask, and then suspended
-it, whose pages it loaded (30,091,885), or one with drafts, whose step ran (30,101,113)."""
+it, whose pages it loaded (30,091,885), or one with drafts, whose step ran (30,101,113). Drafts were given what decodes
+(30,400,018), or prefills with what another tenant had left over (30,400,059), had taken of the budget."""
 
 
 @pytest.mark.parametrize(

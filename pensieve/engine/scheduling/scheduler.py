@@ -201,11 +201,11 @@ class Scheduler:
         budget -= self._plan_spans(work, budget, now, capped)
         budget -= self._admit(work, budget, now)
         if capped:  # give one tenant's leftover to the others
-            self._plan_spans(work, budget, now)
+            budget -= self._plan_spans(work, budget, now)
         # Not after an admission, even of a request that waits for its mask and computes nothing: it may have taken the
         # last page, and could not give back one that this plan loads.
         if not self.config.unified_batch and not work and len(self._running.requests) == running:
-            self._plan_decodes(work, now)
+            budget -= self._plan_decodes(work, now)
         self._warm_up(work, now)
         drafts = self.drafting.plan(work, budget, now, self._may_suspend)
         memory = None if self.elastic is None else self._resize(self.elastic, work, now)
