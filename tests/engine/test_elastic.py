@@ -20,7 +20,7 @@ from pensieve.engine.plan import Plan, StepResult
 from pensieve.engine.ranks.codec import decode, encode
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY
-from support.engine.hybrid_worker import HybridOracle, HybridWorker
+from support.engine.hybrid_worker import HybridOracle, HybridWorker, held_back
 from support.lengths import seeds
 
 SIZE = 4
@@ -47,18 +47,6 @@ def config_of(name: str, chunks: int, host: int) -> CacheConfig:
         chunks, host, SIZE, groups=groups, device_bytes=chunks * chunk + 5, host_bytes=host * chunk,
         device_floor_bytes=10 * chunk + 2,
     )  # fmt: skip
-
-
-def held_back(rng: random.Random) -> Callable[[Ends, Ends], Ends]:
-    """At times some memory, or all that was asked for in addition, cannot be allocated."""
-
-    def allocate(before: Ends, asked: Ends) -> Ends:
-        share = rng.choice((1.0, 1.0, 0.5, 0.0))
-        grown = [max(after - had, 0) for had, after in zip(before, asked, strict=True)]
-        low, high = (after - int(more * (1 - share)) for after, more in zip(asked, grown, strict=True))
-        return low, high
-
-    return allocate
 
 
 def play(name: str, seed: int, worker_of: Callable[[CacheConfig], HybridWorker] = HybridWorker) -> Driver:

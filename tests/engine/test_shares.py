@@ -150,6 +150,17 @@ def test_a_budget_is_split_fairly_and_none_of_it_is_lost(
             assert got[one] / weight[one] >= got[other] / weight[other] - len(demands) / min(weight.values())
 
 
+def test_the_least_served_get_the_remainder_of_rounding() -> None:
+    """Else a budget of one token went to the same tenant in each step. A beam search of its had no room beside the
+    restore of the other, and began anew each time."""
+    assert max_min_shares(1, {"a": 8, "b": 4}, {"a": 1.0, "b": 0.5}) == {"a": 1, "b": 0}
+    assert max_min_shares(1, {"b": 4, "a": 8}, {"a": 1.0, "b": 0.5}) == {"b": 1, "a": 0}
+    queue = FairQueue(8)
+    fill(queue, request("a", tokens=3), request("b"))
+    serve(queue)
+    assert queue.least_served_first(["a", "b"]) == ["b", "a"]
+
+
 def test_a_full_queue_still_takes_those_who_have_less_than_their_share() -> None:
     queue = FairQueue(8)
     for _ in range(10):

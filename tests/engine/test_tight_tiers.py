@@ -5,22 +5,26 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
+from pensieve.config import CacheConfig, CacheGroup, PolicyName, SchedulerConfig
 from pensieve.core import Hints, Sampling, SessionKey, TokenArray
 from pensieve.engine.cache import tails
 from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.messages import SetMemory
+from pensieve.engine.plan import Plan
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.running import RunningSet
 from support.engine import engine_driver
+from support.engine.adversary import Adversary
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY
-from support.engine.hybrid_worker import HybridOracle, HybridWorker
+from support.engine.hybrid_worker import HybridOracle, HybridWorker, held_back
+from support.engine.random_masks import RandomMasks
 from support.lengths import seeds
 
 KINDS = ("full", "window", "state")
@@ -120,15 +124,37 @@ def setup(kind: str, rng: random.Random, *, elastic: bool) -> tuple[CacheConfig,
     return cache, SchedulerConfig(limit, max_batch_tokens=budget, max_running=running, unified_batch=unified)
 
 
-def play(kind: str, seed: int, *, elastic: bool = False, beams: bool = False) -> Driver | None:
-    """One random schedule, every answer checked; None if the tier holds no context that is worth it."""
+def check_size(plan: Plan, scheduler: SchedulerConfig) -> None:
+    """A plan has no more of anything than a worker on a GPU has memory for."""
+    tokens, drafts = plan.num_tokens, sum(span.drafts for span in plan.spans)
+    assert not drafts or tokens <= scheduler.max_batch_tokens, "drafts take more than is left over"
+    assert tokens <= max(scheduler.max_batch_tokens, scheduler.max_running), f"{tokens} tokens in a step"
+    assert len(plan.specs) <= scheduler.max_running + scheduler.max_drafts, f"{len(plan.specs)} tokens chosen"
+    assert len(plan.page_tables) <= scheduler.max_running, f"{len(plan.page_tables)} requests in a step"
+
+
+def play(
+    kind: str, seed: int, *, elastic: bool = False, beams: bool = False, more: bool = False
+) -> Driver | None:
+    """One random schedule, every answer checked; None if the tier holds no context that is worth it. ``more``: with
+    grammars whose masks may be late, and drafts where the model allows them."""
     rng, clock = random.Random(seed), Clock()
     cache, scheduler = setup(kind, rng, elastic=elastic)
+    worker, masks = HybridWorker(cache), None
+    if more:
+        cache = replace(cache, policy=rng.choice(get_args(PolicyName)), check_recomputed=True)
+        scheduler = replace(
+            scheduler, max_drafts=rng.choice((0, 1, 7, 64)), stateless=rng.random() < 0.05,
+            swap_in_first=rng.random() < 0.5,
+        )  # fmt: skip
+        masks = RandomMasks(rng) if rng.random() < 0.8 else None
+        if elastic and rng.random() < 0.3:
+            worker.allocate = held_back(rng)
     # The callers restore it.
     tails.LEAST_SPAN = rng.choice((1, 2, 4)) * cache.chunk_tokens  # type: ignore[misc]
     engine = make_engine(
-        cache, scheduler, HybridWorker(cache), clock, overlapped=seed % 2 == 1,
-        elastic=ElasticTier if elastic else None,
+        cache, scheduler, worker, clock, overlapped=seed % 2 == 1,
+        elastic=ElasticTier if elastic else None, structured=masks,
     )  # fmt: skip
     limit = min(scheduler.context_limit, engine._scheduler.context_limit)
     if limit < 4:
@@ -137,14 +163,26 @@ def play(kind: str, seed: int, *, elastic: bool = False, beams: bool = False) ->
     driver = ShortTurns(engine, clock, rng, oracle.verify, VOCABULARY, limit)
     driver.verify_beams = oracle.verify_beams if beams else None
     driver.tenants, driver.groups = seed % 3 == 0, rng.choice((0.1, 0.3, 0.7))
+    driver.masks = masks
     sizes = engine.stats()
-    for _ in range(rng.choice((20, 40, 60))):
-        driver.act()
-        for _ in range(rng.randrange(3)):
-            if elastic and rng.random() < 0.2:
-                engine.handle(SetMemory(1, rng.randint(sizes.device_floor, sizes.device_ceiling)))
-            driver.step()
-    driver.run_until_idle()
+
+    def answer(request: Request, known: Sequence[int], count: int) -> Sequence[int]:
+        context = request.tokens[: request.prompt_tokens].tolist()
+        drawn = request.sampling.seed if request.sampling.temperature > 0.0 else 0
+        return oracle.tokens(context, len(known) + count, drawn)[len(known) :]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if more:
+            Adversary(rng, answer, VOCABULARY).install(patch)
+        for _ in range(rng.choice((20, 40, 60))):
+            driver.act()
+            for _ in range(rng.randrange(3)):
+                if elastic and rng.random() < 0.2:
+                    engine.handle(SetMemory(1, rng.randint(sizes.device_floor, sizes.device_ceiling)))
+                driver.step()
+        driver.run_until_idle()
+    for plan in worker.plans:
+        check_size(plan, scheduler)
     return driver
 
 
@@ -174,13 +212,31 @@ branched off at the end of a chunk took a page that no room was made for (41 and
 plan was still saving, although its source was to compute them again (3,000,898)."""
 
 
-@pytest.mark.parametrize(("kind", "seed", "elastic", "beams"), FOUND)
+COMBINED = [
+    ("state", 30_040_016, False, False),
+    ("full", 30_040_089, False, False),
+    ("full", 30_091_885, False, False),
+    ("full", 30_101_113, False, False),
+    ("full", 30_400_018, False, True),
+    ("full", 30_400_059, False, False),
+]
+"""The same with ``more``. A mask that came while a plan was made let its request decode without a page (30,040,016). A
+request that waited for its mask had not begun to compute what the next one, admitted in the same plan, then computed
+for both (30,040,089). Without unified batches, a plan admitted a request that waited for its mask, and then suspended
+it, whose pages it loaded (30,091,885), or one with drafts, whose step ran (30,101,113). Drafts were given what decodes
+(30,400,018), or prefills with what another tenant had left over (30,400,059), had taken of the budget."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "elastic", "beams", "more"),
+    [*((*one, False) for one in FOUND), *((*one, True) for one in COMBINED)],
+)
 def test_schedules_that_found_faults(
-    kind: str, seed: int, elastic: bool, beams: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, seed: int, elastic: bool, beams: bool, more: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)
     monkeypatch.setattr(engine_driver, "CHECKED", 1)
-    assert play(kind, seed, elastic=elastic, beams=beams) is not None
+    assert play(kind, seed, elastic=elastic, beams=beams, more=more) is not None
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["one size", "elastic"])
@@ -205,3 +261,27 @@ def test_beam_searches_on_tight_tiers(kind: str, elastic: bool, monkeypatch: pyt
     monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)
     played = [play(kind, seed, elastic=elastic, beams=True) for seed in seeds(20, 600)]
     assert any(turn.beams for driver in played if driver is not None for turn in driver.finished)
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["one size", "elastic"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_late_masks_and_drafts_on_tight_tiers(
+    kind: str, elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)
+    found = dict.fromkeys(("answers", "late", "accepted", "rejected", "undecided"), 0)
+    for seed in seeds(8, 600):
+        driver = play(kind, seed, elastic=elastic, beams=kind != "state" and seed % 2 == 0, more=True)
+        if driver is not None:
+            stats, worker = driver.engine.stats(), driver.engine._worker
+            assert isinstance(worker, HybridWorker)
+            found["answers"] += len(driver.finished)
+            found["late"] += driver.masks.late if driver.masks is not None else 0
+            found["accepted"] += stats.accepted_total
+            found["rejected"] += stats.drafted_total - stats.accepted_total
+            found["undecided"] += sum(
+                span.undecided is not None for plan in worker.plans for span in plan.spans
+            )
+    needed = {"answers", "late"} | ({"accepted", "rejected"} if kind == "full" else set())
+    needed |= {"undecided"} if kind == "full" and not elastic else set()
+    assert needed <= {name for name, count in found.items() if count}, f"never happened: {found}"

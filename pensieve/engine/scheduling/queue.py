@@ -82,6 +82,10 @@ class FairQueue:
         """Return a tenant's share of the batch's places, by the weights of all tenants present."""
         return self._places * self._weights[tenant] / sum(self._weights[other] for other in self._present)
 
+    def least_served_first(self, tenants: Iterable[str]) -> list[str]:
+        """Return tenants that have requests, in ascending order of their virtual times."""
+        return sorted(tenants, key=lambda tenant: self._served[tenant])
+
     def weight(self, tenant: str) -> float:
         """Return a tenant's weight; 1 if it has no request."""
         return self._weights.get(tenant, 1.0)
@@ -138,17 +142,19 @@ class FairQueue:
 def max_min_shares(budget: int, demands: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
     """Divide ``budget`` tokens by weighted max-min fairness ("water-filling").
 
-    Each tenant gets its demand or its share of what smaller demands leave over.
+    Each tenant gets its demand or its share of what smaller demands leave over. ``demands``: the first tenants get the
+    remainder of rounding. If they were always the same ones, a small budget would leave nothing to the others.
     """
-    remaining, given = budget, dict.fromkeys(demands, 0)
-    by_demand = sorted(demands, key=lambda tenant: demands[tenant] / weights[tenant])
-    total = sum(weights[tenant] for tenant in by_demand)
-    for tenant in by_demand:
-        # The last tenant gets the remainder of rounding.
-        fair = remaining if tenant == by_demand[-1] else int(remaining * weights[tenant] / total)
-        given[tenant] = min(demands[tenant], fair)
-        remaining -= given[tenant]
+    remaining, given = float(budget), dict.fromkeys(demands, 0)
+    total = sum(weights[tenant] for tenant in demands)
+    for tenant in sorted(demands, key=lambda tenant: demands[tenant] / weights[tenant]):
+        share = min(demands[tenant], remaining * weights[tenant] / max(total, weights[tenant]))
+        given[tenant] = int(share)
+        remaining -= share
         total -= weights[tenant]
+    rest = min(budget, sum(demands.values())) - sum(given.values())
+    for tenant in [tenant for tenant in demands if given[tenant] < demands[tenant]][:rest]:
+        given[tenant] += 1
     return given
 
 

@@ -196,13 +196,16 @@ class Scheduler:
             # Decodes first, one token each: a streaming reader must not wait for another request's prefill.
             # Then restores and prefills under way, then the next in the queue with the rest of the budget.
             budget -= self._plan_decodes(work, now)
+        running = len(self._running.requests)
         capped = self._caps(budget)
         budget -= self._plan_spans(work, budget, now, capped)
         budget -= self._admit(work, budget, now)
         if capped:  # give one tenant's leftover to the others
-            self._plan_spans(work, budget, now)
-        if not self.config.unified_batch and not work:
-            self._plan_decodes(work, now)
+            budget -= self._plan_spans(work, budget, now)
+        # Not after an admission, even of a request that waits for its mask and computes nothing: it may have taken the
+        # last page, and could not give back one that this plan loads.
+        if not self.config.unified_batch and not work and len(self._running.requests) == running:
+            budget -= self._plan_decodes(work, now)
         self._warm_up(work, now)
         drafts = self.drafting.plan(work, budget, now, self._may_suspend)
         memory = None if self.elastic is None else self._resize(self.elastic, work, now)
@@ -351,14 +354,15 @@ class Scheduler:
 
     def _plan_decodes(self, work: _Work, now: float) -> int:
         """Plan one token of every generation, oldest first; suspend the youngest when pages run out."""
-        decoding = self._decoding()
+        waiting = self._without_mask()
+        decoding = self._decoding(waiting)
         for request in decoding:
             if request.in_batch and request.source is None:
                 self._running.make_room(request, now)
         self._running.make_branch_room(now)
         # Only now: a request suspended to make room computes nothing, and branches off nothing.
         if self._running.branch_all(now):
-            decoding = self._decoding()
+            decoding = self._decoding(waiting)
         staying = [request for request in decoding if request.in_batch]
         for request in staying:
             newest = request.take_newest()
@@ -367,13 +371,16 @@ class Scheduler:
         self.queue.charge_each(staying)
         return len(staying)
 
-    def _decoding(self) -> list[Request]:
-        """Return the requests whose newest token can be computed in this step."""
+    def _decoding(self, waiting: Container[Request]) -> list[Request]:
+        """Return the requests whose newest token can be computed in this step, without those ``waiting``."""
         return [
-            one
-            for one in self._running.requests
-            if one.decoding and not one.must_wait and self._has_mask(one)
+            one for one in self._running.requests if one.decoding and not one.must_wait and one not in waiting
         ]
+
+    def _without_mask(self) -> set[Request]:
+        """Return the running requests that wait for a mask. Ask once in a plan: a thread may complete one meanwhile,
+        for whose request the plan has made no room."""
+        return {one for one in self._running.requests if one.decoding and not self._has_mask(one)}
 
     def _has_mask(self, request: Request) -> bool:
         """Whether the request's next token can be chosen in this step, as far as its mask is concerned."""
@@ -392,8 +399,11 @@ class Scheduler:
             demands[head.tenant] = head.length
         if len(demands) < 2:
             return {}
+        tenants = self.queue.least_served_first(demands)
         return max_min_shares(
-            max(budget, 0), demands, {tenant: self.queue.weight(tenant) for tenant in demands}
+            max(budget, 0),
+            {tenant: demands[tenant] for tenant in tenants},
+            {tenant: self.queue.weight(tenant) for tenant in tenants},
         )
 
     def _plan_spans(
@@ -441,9 +451,10 @@ class Scheduler:
             if request.receipt is None:
                 self.admitted.append(request)
             for one in self._running.admit(request, now):
+                # With more than its newest token missing it begins, mask or not: the next request may share the rest.
                 if (
                     remaining > 0
-                    and self._has_mask(one)
+                    and (not one.decoding or self._has_mask(one))
                     and not (self.cache.two_groups and one.waits_for_leader)
                 ):
                     remaining -= self._take(work, one, remaining, now)

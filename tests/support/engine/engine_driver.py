@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import Hints, Sampling, TenantQos, Usage, pack_tokens
+from pensieve.core import Grammar, Hints, Sampling, TenantQos, Usage, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost import CostModel
 from pensieve.engine.elastic import ElasticTier
@@ -33,6 +33,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.scheduling.scheduler import Scheduler
+from support.engine.random_masks import ANY, RandomMasks
 from support.lengths import at_length
 
 CHECKED = at_length(4, 1)
@@ -120,6 +121,8 @@ class Driver:
         self.finished: list[Turn] = []
         self.verify_beams: Callable[[Sequence[int], Sequence[int], Sampling], None] | None = None
         """As ``verify``, of a beam search; none are started without."""
+        self.masks: RandomMasks | None = None
+        """With it some answers follow a grammar."""
         self.tenants = False
         self._steps = 0
         """Several tenants, with weights, priorities and shares of the cache, or none."""
@@ -184,7 +187,8 @@ class Driver:
         standing = self._standing(session)
         (answer,) = self.engine.handle(Warm(1, session, pack_tokens(history), scope, standing))
         assert isinstance(answer, Warmed)
-        assert not busy or answer.refused in ("running", "nothing_to_do"), answer
+        # A turn whose grammar is being compiled ends the warm-up later.
+        assert not busy or self.masks or answer.refused in ("running", "nothing_to_do"), answer
         self.warmed[answer.refused] += 1
         if not answer.refused:
             self._remember(session, history)  # what was not there is computed
@@ -193,6 +197,8 @@ class Driver:
     def step(self) -> None:
         """One engine step, and time passes."""
         self.clock.now += self.rng.choice((0.001, 0.01, 1.0, 30.0))
+        if self.masks is not None and self.rng.random() < 0.5:
+            self.masks.finish()
         self._take(self.engine.step())
         self._steps += 1
         if self._steps % CHECKED == 0:
@@ -289,7 +295,7 @@ class Driver:
             # On hashed KV candidates draw with seeds of their own; what checkpoints give is compared with greedy ones.
             drawn = {"temperature": 1.0} if self.verify_beams is not None else {}
             seed, count = self.rng.randrange(1 << 64), self.rng.randrange(2, 6)
-            return Sampling(seed=seed, candidates=count, **drawn)
+            return Sampling(seed=seed, candidates=count, grammar=self._grammar(), **drawn)
         return Sampling(
             beam_width=self.rng.randrange(2, 6),
             length_penalty=self.rng.choice((0.5, 1.0, 2.0)),
@@ -303,7 +309,10 @@ class Driver:
             self.rng.sample(range(self.vocabulary), self.vocabulary // 12) if self.rng.random() < 0.25 else ()
         )
         penalty = -1e-30 if self.rng.random() < 0.15 else 0.0
-        return Sampling(stop_token_ids=tuple(stops), presence_penalty=penalty)
+        return Sampling(stop_token_ids=tuple(stops), presence_penalty=penalty, grammar=self._grammar())
+
+    def _grammar(self) -> Grammar | None:
+        return ANY if self.masks is not None and self.rng.random() < 0.4 else None
 
     def cancel(self, key: int, *, keep: bool) -> None:
         """Cancel a turn; its history either gains what was produced or nothing."""

@@ -11,6 +11,7 @@ cannot be read or written, and loses what it held.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -120,6 +121,18 @@ class _Memory:
         return [slice(start, start + kind.layer_page_bytes) for start in starts]
 
 
+def held_back(rng: random.Random) -> Callable[[Ends, Ends], Ends]:
+    """At times some memory, or all that was asked for in addition, cannot be allocated."""
+
+    def allocate(before: Ends, asked: Ends) -> Ends:
+        share = rng.choice((1.0, 1.0, 0.5, 0.0))
+        grown = [max(after - had, 0) for had, after in zip(before, asked, strict=True)]
+        low, high = (after - int(more * (1 - share)) for after, more in zip(asked, grown, strict=True))
+        return low, high
+
+    return allocate
+
+
 class HybridWorker(SynchronousWorker):
     """Executes plans of a model with two groups, or with one and an elastic device tier."""
 
@@ -138,11 +151,15 @@ class HybridWorker(SynchronousWorker):
         self.allocate: Callable[[Ends, Ends], Ends] = lambda before, asked: asked
         """(backed before, asked for): what is backed from now on."""
         self.plans: list[Plan] = []
-        self.sampled: dict[RequestKey, int] = {}
+        self.chosen: dict[RequestKey, list[int]] = {}
+        """Tokens of each request in the latest step."""
+        self.checked: dict[int, list[int]] = {}
+        """The KV of each address that a plan has checked."""
 
     def run(self, plan: Plan) -> StepResult:
         self.check_plan(plan)
         self.plans.append(plan)
+        plan = plan.decided(self.chosen)
         self._copy(plan.swap_out, self.device, self.host)
         self._copy(plan.copies, self.device, self.device)
         self._copy(plan.swap_in, self.host, self.device)
@@ -157,10 +174,10 @@ class HybridWorker(SynchronousWorker):
         for number, span in enumerate(plan.spans):
             at = chain_of.get(number)
             state = 0 if at is None else states[at]
-            kv = 0
+            kvs: list[int] = []
             for position in range(span.start, span.end):
-                kv = self._compute(plan, span, position, state)
-                state = next_state(state, kv)
+                kvs.append(self._compute(plan, span, position, state))
+                state = next_state(state, kvs[-1])
                 if (
                     at is not None
                     and plan.chains[at].boundary >= 0
@@ -171,12 +188,21 @@ class HybridWorker(SynchronousWorker):
                 states[at] = state
                 if number == plan.chains[at].last and plan.chains[at].live >= 0:
                     stored.append((plan.chains[at].live, state))
-            if span.sample is not None:
-                sampled.append(sample_after(kv, span.request, span.sample))
+            for kv, spec in zip(kvs[len(kvs) - span.num_chosen :], span.specs, strict=True):
+                sampled.append(sample_after(kv, span.request, spec))
         for page, state in stored:
             for layer in range(self.groups[1].layers):
                 self.device.cells[self.device.at(1, page, layer)] = state ^ layer
-        self.sampled = {one.request: one.token_id for one in sampled}
+        for check in plan.checks:
+            found = [
+                kv for cells in self.device.page(0, check.page) for kv in self.device.cells[cells].tolist()
+            ]
+            assert self.checked.setdefault(check.address, found) == found, (
+                "a chunk was computed otherwise before"
+            )
+        self.chosen = {}
+        for one in sampled:
+            self.chosen.setdefault(one.request, []).append(one.token_id)
         if plan.memory is None:
             return StepResult(tuple(sampled))
         # Only now, although a real worker backs what is missing first: no page of this plan may need it.
@@ -188,6 +214,11 @@ class HybridWorker(SynchronousWorker):
 
     def check_plan(self, plan: Plan) -> None:
         """Each page has at most one writer in each phase, and no host page is written and read."""
+        for span in plan.spans:
+            last = len(span.tokens) - 1 - span.drafts
+            assert PENDING not in np.delete(span.tokens, last), (
+                "only the last token that is no draft may be pending"
+            )
         saved = {(copy.group, copy.dst) for copy in plan.swap_out}
         assert len(saved) == len(plan.swap_out), "two slices saved to one host page"
         assert not saved & {(copy.group, copy.src) for copy in plan.swap_in}, (
@@ -224,9 +255,6 @@ class HybridWorker(SynchronousWorker):
 
     def _compute(self, plan: Plan, span: Span, position: int, state: int) -> int:
         token = int(span.tokens[position - span.start])
-        if token == PENDING:
-            assert position == span.end - 1, "only the last token of a span may be pending"
-            token = self.sampled[span.request]
         full, window = 0, 0
         if self.groups[0].layers:
             full = self._sum(plan.page_tables[span.page_table], 0, range(position))
