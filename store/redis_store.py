@@ -277,8 +277,9 @@ class RedisStore:
         return await renew_all(self._link, leases, lease_ms)
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
-        (stored,) = await self._call(scripts.ASK_TO_END, key, [request_id, order_text(order)])
-        return bool(int(stored))
+        args = [request_id, order_text(order), int(order.keep)]
+        (waits,) = await self._call(scripts.ASK_TO_END, key, args)
+        return bool(int(waits))
 
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts

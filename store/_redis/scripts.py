@@ -368,13 +368,19 @@ return {'OK', get('run_order'), followed}
 """
 )
 
-# ARGV: request id, order (JSON). Replies "1" if the order, or an earlier one, waits for the holder.
+# ARGV: request id, order (JSON), "1" if it keeps output. Replies "1" if the order, or an earlier one, waits for the
+# holder.
 ASK_TO_END: Final = (
     PRELUDE
     + """
 local refused = absent()
 if refused then return refused end
-if num('run_until_ms') <= now or get('run_req') ~= ARGV[1] then return {'OK', '0'} end
+if get('run_req') ~= ARGV[1] then return {'OK', '0'} end
+if num('run_until_ms') <= now then
+  redis.call('HSET', m, 'run_token', '', 'run_until_ms', '0')
+  if ARGV[3] ~= '1' then redis.call('HSET', m, 'run_off', '1') end
+  return {'OK', '0'}
+end
 if get('run_order') == '' then redis.call('HSET', m, 'run_order', ARGV[2]) end
 return {'OK', '1'}
 """
