@@ -19,7 +19,7 @@ The states of a session's lease. The holder is the caller that has the token::
     lapsed       renew → held                     begin → held by the new turn; a retry keeps its seed
                  commit, abort → none             apply → none
                                                   ask_to_end → called off; to keep output: void
-    void                                          as lapsed; nobody has its token
+    void                                          as lapsed; no caller has its token
     called off                                    begin that follows: CalledOff → called off
                                                   begin → held; apply → none
 
