@@ -5,7 +5,8 @@ the same order of checks, and one test suite covers all three. Expiry uses the w
 monotonic clock: one process owns such a store and expires its predecessor's leases when it starts.
 
 A lapsed lease is not removed. Until another turn takes it, its holder may still commit, because nothing can
-have been appended in between; and its seed serves a retry of the same request.
+have been appended in between; and its seed serves a retry of the same request. It ends when a caller asks for the
+turn's end: that caller takes the turn for gone.
 
 The states of a session's lease. The holder is the caller that has the token::
 
@@ -17,6 +18,8 @@ The states of a session's lease. The holder is the caller that has the token::
                                                   delete → none; time runs out → lapsed
     lapsed       renew → held                     begin → held by the new turn; a retry keeps its seed
                  commit, abort → none             apply → none
+                                                  ask_to_end → called off; to keep output: void
+    void                                          as lapsed; no caller has its token
     called off                                    begin that follows: CalledOff → called off
                                                   begin → held; apply → none
 
@@ -416,13 +419,18 @@ def single_answer(answers: Sequence[RenewalAnswer]) -> Renewed:
     return answer
 
 
-def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: Moment) -> Meta | None:
-    """Return metadata with the order, or with an earlier one; None if no such turn runs."""
+def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: Moment) -> tuple[bool, Meta | None]:
+    """Return whether the order, or an earlier one, waits for the holder, and the metadata to store, if any."""
     meta = require_present(meta, now)
     lease = meta.lease
-    if lease is None or lease.request_id != request_id or lease.until_ms <= now.steady_ms:
-        return None
-    return msgspec.structs.replace(meta, lease=msgspec.structs.replace(lease, order=lease.order or order))
+    if lease is None or lease.request_id != request_id:
+        return False, None
+    if lease.until_ms > now.steady_ms:
+        after = msgspec.structs.replace(lease, order=lease.order or order)
+    else:
+        off = lease.called_off or not order.keep
+        after = msgspec.structs.replace(lease, token="", until_ms=0, called_off=off)
+    return lease.until_ms > now.steady_ms, msgspec.structs.replace(meta, lease=after)
 
 
 def abort(meta: Meta | None, token: str, called_off: bool) -> Meta | None:

@@ -276,7 +276,8 @@ class HistoryStore(Protocol):
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         """Store an order for the lease's holder, delivered at its next renewal. The first order wins.
 
-        Returns False, and stores nothing, if no such turn holds an unexpired lease.
+        Returns False if no such turn holds an unexpired lease. If its lease has lapsed, the holder cannot commit it
+        any more; ``begin`` answers its followers with CalledOff, unless the order keeps output.
         """
         ...
 

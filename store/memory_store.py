@@ -172,10 +172,10 @@ class MemoryStore:
         return [self._renew(lease, lease_ms, now) for lease in leases]
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
-        meta = _rules.ask_to_end(self._meta(key), request_id, order, self._now())
+        waits, meta = _rules.ask_to_end(self._meta(key), request_id, order, self._now())
         if meta is not None:
             self._sessions[key].meta = meta
-        return meta is not None
+        return waits
 
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from redis.exceptions import ResponseError
 
-from pensieve.errors import DataLoss, NotFound, PensieveError, Unavailable
+from pensieve.errors import DataLoss, FailedPrecondition, NotFound, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._codec import (
     SLICE_BYTES,
@@ -224,8 +224,7 @@ class RedisStore:
             values = await self._call(scripts.FIND, key, [request_id])
         if not values[0]:
             return None
-        await self._safe.wait_for_replicas(key, int(values[0]), values[1])
-        await self._safe.wait_for_file(key, int(values[2]), values[3].decode())
+        await self._safe.confirm_request(key, int(values[0]), values[1], (int(values[2]), values[3].decode()))
         return int(values[0])
 
     async def find_marked(
@@ -263,8 +262,8 @@ class RedisStore:
                 self._begun.popitem(last=False)
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
-            await self._safe.wait_for_replicas(key, int(values[2]), fields.get(b"sure", b""))
-            await self._safe.wait_for_file(key, row.revision, row.head_hash)
+            head = row.revision, row.head_hash
+            await self._safe.confirm_request(key, int(values[2]), fields.get(b"sure", b""), head)
             return Replay(row, int(values[2]))
         if outcome == b"CALLED_OFF":
             return CalledOff(row)
@@ -278,8 +277,9 @@ class RedisStore:
         return await renew_all(self._link, leases, lease_ms)
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
-        (stored,) = await self._call(scripts.ASK_TO_END, key, [request_id, order_text(order)])
-        return bool(int(stored))
+        args = [request_id, order_text(order), int(order.keep)]
+        (waits,) = await self._call(scripts.ASK_TO_END, key, args)
+        return bool(int(waits))
 
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
@@ -320,7 +320,7 @@ class RedisStore:
         if stored:
             try:
                 await self._index.unmark(key, {one.revision for one in stored})
-            except (Unavailable, DataLoss) as error:
+            except (Unavailable, DataLoss, FailedPrecondition) as error:
                 # The entries are digests and only hints: ``find_marked``'s caller reads the record.
                 log.warning("the marks of erased turns stay in the index: %s", error)
         return row
@@ -450,7 +450,7 @@ class RedisStore:
     async def _enter_in_listing(self, row: SessionRow, fields: Fields) -> None:
         try:
             await self._index.enter(row, fields)
-        except (Unavailable, DataLoss) as error:
+        except (Unavailable, DataLoss, FailedPrecondition) as error:
             # The change is made; reading the listing corrects it.
             log.warning("the listing of sessions was not updated: %s", error)
 

@@ -252,10 +252,10 @@ class SqliteStore:
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         def work(rows: Rows) -> bool:
-            meta = _rules.ask_to_end(rows.meta(key), request_id, order, self._now())
+            waits, meta = _rules.ask_to_end(rows.meta(key), request_id, order, self._now())
             if meta is not None:
                 rows.put(key, meta)
-            return meta is not None
+            return waits
 
         return await self._write(work, flush=False)
 

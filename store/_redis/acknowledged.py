@@ -138,28 +138,41 @@ class DurableHeads:
         """Revision and chain hash known to be in Redis' file."""
 
     async def confirm_change(self, row: SessionRow) -> None:
-        """Wait until a change made here may be acknowledged; it has already reached the required replicas."""
-        key = Key(row.tenant, row.session_id)
-        if self._link.replicas:
-            await self._link.call(scripts.SURE, session_keys(key), [row.revision])
-        else:
-            await self.wait_for_file(key, row.revision, row.head_hash)
+        """Wait until a change made here may be acknowledged; it has already reached the required replicas.
+
+        Replicas do not replace the file: a primary that ends, and is back before one takes its place, goes on with
+        what its file holds, and they follow it.
+        """
+        await self._wait_for_file(Key(row.tenant, row.session_id), row.revision, row.head_hash)
 
     async def confirm_read(self, row: SessionRow, fields: Fields) -> None:
         """Wait until a read may be answered: its reader takes the change as acknowledged."""
         key = Key(row.tenant, row.session_id)
-        await self.wait_for_replicas(key, row.revision, fields.get(b"sure", b""))
-        if not self._link.replicas:
-            await self.wait_for_file(key, row.revision, row.head_hash, reading=True)
+        if self._link.replicas:
+            await self._wait_for_replicas(key, row.revision, fields.get(b"sure", b""))
+        else:
+            await self._wait_for_file(key, row.revision, row.head_hash, reading=True)
 
-    async def wait_for_replicas(self, key: Key, revision: int, sure: bytes) -> None:
-        """Wait until the required replicas have ``revision``. ``sure``: the newest known to be there."""
-        if self._link.replicas and int(sure or b"0") < revision:
-            outcome, *values = await self._link.call_durably(scripts.AGAIN, session_keys(key), [])
-            if outcome == b"OK":
-                await self._link.call(scripts.SURE, session_keys(key), [int(values[0])])
+    async def confirm_request(self, key: Key, revision: int, sure: bytes, head: tuple[int, str]) -> None:
+        """Wait until a request that was committed at ``revision`` may be acknowledged again.
 
-    async def wait_for_file(self, key: Key, revision: int, head_hash: str, *, reading: bool = False) -> None:
+        ``sure``: as in the session's row; ``head``: its newest revision and that one's chain hash.
+        """
+        if self._link.replicas:
+            await self._wait_for_replicas(key, revision, sure)
+        else:
+            await self._wait_for_file(key, *head)
+
+    async def _wait_for_replicas(self, key: Key, revision: int, sure: bytes) -> None:
+        """Wait until the required replicas and the file have ``revision``, unless it is known to be ``sure``."""
+        if int(sure or b"0") >= revision:
+            return
+        outcome, *values = await self._link.call_durably(scripts.AGAIN, session_keys(key), [])
+        if outcome == b"OK":
+            # Not a head that this server knows to be in the file: that may have been an earlier primary's.
+            await self._link.confirm(session_keys(key), int(values[0]), values[1].decode())
+
+    async def _wait_for_file(self, key: Key, revision: int, head_hash: str, *, reading: bool = False) -> None:
         """Wait until the revision has left Redis' memory. ``reading``: not for a disk that takes no writes."""
         head = revision, head_hash
         if self._known.get(key) != head:

@@ -37,12 +37,16 @@ BUFFER_LIMIT_S = 5.0
 """How long Redis may keep a change out of its append-only file; it intends at most 2 s."""
 BUFFER_POLL_S = 0.01
 
+_SETTINGS = ("maxmemory-policy", "appendonly", "appendfsync", "no-appendfsync-on-rewrite", "save")
 _LEVELS = {"always": "fsync", "everysec": "local"}
 _REFUSES_WRITES = ("MISCONF", "OOM")
 _FORBIDDEN = ("unknown command", "ACL failure in script", "can't run this command")
 _PASSING = (
     *("BUSY", "NOREPLICAS", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN", "CLUSTERDOWN", "ASK"),
-    "WAIT cannot be used with replica",
+    *(
+        "WAIT cannot be used with replica",
+        "UNBLOCKED",
+    ),  # of a primary that became a replica, before WAIT or in it
 )
 _PASSING_TYPES = (
     exceptions.ConnectionError,
@@ -125,7 +129,15 @@ def weakest_durability(replies: Iterable[Any], place: str) -> str:
 def _level(settings: dict[str, str], place: str) -> str:
     """Return the durability of one server's writes; warn if they do not survive its end."""
     if settings.get("appendonly") == "yes":
-        return _LEVELS.get(settings.get("appendfsync", ""), "none")
+        level = _LEVELS.get(settings.get("appendfsync", ""), "none")
+        if level == "none" or settings.get("no-appendfsync-on-rewrite") != "yes":
+            return level
+        log.warning(
+            "Redis at %s flushes nothing while it rewrites its file or saves a snapshot, and a power cut takes what "
+            "came since: set no-appendfsync-on-rewrite no",
+            place,
+        )
+        return "local"
     kept = "only snapshots, which lack the latest changes," if settings.get("save") else "nothing"
     log.warning(
         "Redis at %s has no append-only file and keeps %s when it ends. Conversations WILL be lost: "
@@ -252,7 +264,7 @@ class RedisLink:
         limit = asyncio.get_running_loop().time() + BUFFER_LIMIT_S
         written = False
         while True:
-            reply = await self.call(script, keys, args)
+            reply = await self.call(script, keys, [*args, int(written)])
             there, size, flushes, failing = map(int, reply)
             if not there:
                 raise _refusals.unavailable(
@@ -326,8 +338,7 @@ class RedisLink:
             raise _refusals.newer_schema(schema, SCHEMA)
         if self.store_id and store_id != self.store_id:
             raise _refusals.replaced(f"the Redis at {self.address} holds another store than before")
-        if not self.replicas:
-            await self._wait_until_written(scripts.MARKED, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
+        await self._wait_until_written(scripts.MARKED, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
         self.store_id = store_id
 
     async def check_marker(self, *, count_errors: bool = True) -> None:
@@ -407,9 +418,7 @@ class RedisLink:
             return
         try:
             async with self._limited(count_errors=count_errors):
-                raw = await self._client.run_on_all(
-                    "CONFIG GET", "maxmemory-policy", "appendonly", "appendfsync", "save"
-                )
+                raw = await self._client.run_on_all("CONFIG GET", *_SETTINGS)
         except FailedPrecondition as error:
             if error.reason != "STORE_FORBIDDEN":
                 raise

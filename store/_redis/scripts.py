@@ -13,10 +13,10 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
 ``RedisLink`` puts a local ``replicas`` before each script: how many replicas must hold a change before it is
 acknowledged.
 
-A tombstone is k:m alone, with state "deleted". ``sure`` is the largest revision that the required replicas are known
-to have. Replies are lists: an outcome name, then its values; "OK" carries the server's time in ms and all of
-k:m. CREATE, COMMIT, APPLY, DELETE and FORGET take a fourth key and one more argument, and reply a number: see
-``numbered``. Times come from the server (``TIME``) only.
+A tombstone is k:m alone, with state "deleted". ``sure`` is the largest revision that the required replicas, and the
+server's own append-only file, are known to have. Replies are lists: an outcome name, then its values; "OK" carries the
+server's time in ms and all of k:m. CREATE, COMMIT, APPLY, DELETE and FORGET take a fourth key and one more argument,
+and reply a number: see ``numbered``. Times come from the server (``TIME``) only.
 
 The three keys verify each other. k:l must end with the row's revision and hash. ``seal`` is "<revision>|<number of
 request ids>|<sha1>", where the hash covers that number and every field that only a record changes. A seal of an earlier
@@ -255,25 +255,14 @@ return absent() or behind(ARGV[1]) or ok()
 """
 )
 
-# Replies the revision that the WAIT after it covers.
+# Replies the revision that the WAIT after it covers, and its chain hash.
 AGAIN: Final = (
     PRELUDE
     + """
 local refused = absent()
 if refused then return refused end
 again()
-return {'OK', get('revision')}
-"""
-)
-
-# ARGV: a revision that enough replicas have.
-SURE: Final = (
-    PRELUDE
-    + """
-local refused = absent()
-if refused then return refused end
-if num('sure') < int(ARGV[1]) then redis.call('HSET', m, 'sure', ARGV[1]) end
-return {'OK'}
+return {'OK', get('revision'), get('head_hash')}
 """
 )
 
@@ -379,13 +368,19 @@ return {'OK', get('run_order'), followed}
 """
 )
 
-# ARGV: request id, order (JSON). Replies "1" if the order, or an earlier one, waits for the holder.
+# ARGV: request id, order (JSON), "1" if it keeps output. Replies "1" if the order, or an earlier one, waits for the
+# holder.
 ASK_TO_END: Final = (
     PRELUDE
     + """
 local refused = absent()
 if refused then return refused end
-if num('run_until_ms') <= now or get('run_req') ~= ARGV[1] then return {'OK', '0'} end
+if get('run_req') ~= ARGV[1] then return {'OK', '0'} end
+if num('run_until_ms') <= now then
+  redis.call('HSET', m, 'run_token', '', 'run_until_ms', '0')
+  if ARGV[3] ~= '1' then redis.call('HSET', m, 'run_off', '1') end
+  return {'OK', '0'}
+end
 if get('run_order') == '' then redis.call('HSET', m, 'run_order', ARGV[2]) end
 return {'OK', '1'}
 """
@@ -523,7 +518,8 @@ end
 
 # KEYS: a fourth, which never exists. ARGV: a revision and its chain hash, or 0 for the deletion, or 0 and the
 # chain hash of a session that was removed without a trace; "1" to write nothing, so that a full disk refuses
-# nothing. Replies "1" if the session still has the revision (or was deleted since), the bytes for the
+# nothing; "1" if the revision is in the file. With replicas, which have the revision, it is ``sure`` once it is in the
+# file. Replies "1" if the session still has the revision (or was deleted since), the bytes for the
 # append-only file in Redis' memory, the number of file flushes under way, and "1" if the file could not be
 # written: all before this command, "0" without such a file or without permission for INFO.
 BUFFERED: Final = (
@@ -539,7 +535,13 @@ local function has_it()
   local entry = redis.call('XRANGE', l, revision .. '-0', revision .. '-0')[1]
   return not entry or field(entry, 'h') == hash
 end
-return written(has_it(), KEYS[4], ARGV[3])
+local there, reading = has_it(), ARGV[3] == '1'
+local reply = written(there, KEYS[4], ARGV[3])
+local kept = there and not reading and (reply[2] == '0' or ARGV[4] == '1')
+if replicas > 0 and kept and get('state') ~= 'deleted' and num('sure') < int(revision) then
+  redis.call('HSET', m, 'sure', revision)
+end
+return reply
 """
 )
 

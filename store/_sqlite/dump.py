@@ -36,7 +36,6 @@ from pensieve.store._sqlite.errors import (
 )
 from pensieve.store._sqlite.examination import TENANTS, is_sound, make_sums
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
-from pensieve.store._sqlite.pages import hidden_damage
 from pensieve.store._sqlite.raw_rows import (
     CHECKSUM_SCHEMA,
     ORPHANS,
@@ -45,7 +44,7 @@ from pensieve.store._sqlite.raw_rows import (
     key_from_name,
     read_raw,
 )
-from pensieve.store._sqlite.recovery import LOST_TENANT, RecoveredFile
+from pensieve.store._sqlite.recovery import LOST_TENANT, RecoveredFile, hidden_damage
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store._sqlite.schema import SCHEMA, read_schema
 from pensieve.store.contract import Key

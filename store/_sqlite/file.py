@@ -48,9 +48,8 @@ from pensieve.store._sqlite.examination import (
     reindex,
     time_limit,
 )
-from pensieve.store._sqlite.pages import hidden_damage
 from pensieve.store._sqlite.reader import SqliteReader
-from pensieve.store._sqlite.recovery import NothingFound, finish_rebuild, rebuild_file
+from pensieve.store._sqlite.recovery import NothingFound, finish_rebuild, hidden_damage, rebuild_file
 
 log = logging.getLogger(__name__)
 

@@ -4,6 +4,9 @@ Each page is read by itself, without the pages above it. On an inconsistent page
 format; the caller must verify them (checksum and chain hash). Freed pages hold nothing, because SQLite erases
 them (``secure_delete``). The WAL is laid over the file as SQLite would do it; frames after a damaged one,
 which SQLite ignores, are read as well.
+
+A power cut damages nothing that was flushed, but it may leave any of the pages that were written since. So the last
+transaction of a WAL that has such frames may be there in part, and was then never acknowledged (``torn_from``).
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from pensieve.store._sqlite.disk import log_of_changes
 
 Value = int | float | str | bytes | None
 
-_MAGIC: Final = b"SQLite format 3\0"
 _USUAL: Final = 4096
 _TABLE_LEAF, _INDEX_LEAF, _INDEX_INNER, _TABLE_INNER = 13, 10, 2, 5
 _INTEGERS: Final = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
@@ -43,26 +45,6 @@ class PageRow(NamedTuple):
     """Whether it was read from a consistent page."""
 
 
-def hidden_damage(path: Path) -> str:
-    """Return the damage that SQLite would not report when it opens the file; "" if none. Raises OSError."""
-    with path.open("rb") as file:
-        head = file.read(20)
-    if head.startswith(_MAGIC) and not set(head[18:20]) <= {1, 2}:
-        return "its header asks for another version of SQLite"  # SQLite opens such a file read-only
-    return "its write-ahead log is damaged" if _log_is_cut(path) else ""
-
-
-def _log_is_cut(path: Path) -> bool:
-    log = log_of_changes(path)
-    if not log.exists() or not log.stat().st_size:
-        return False
-    pages = Pages(path)
-    try:
-        return pages.log_is_cut
-    finally:
-        pages.close()
-
-
 class Pages:
     """The pages of one file at construction."""
 
@@ -80,11 +62,19 @@ class Pages:
         self._last = {**self._over, **{frame.page: frame for frame in self._frames.stray}}
 
     @property
+    def has_lost_file(self) -> bool:
+        """Whether the file is empty, and the WAL beside it is not."""
+        return not self._data and bool(self._frames.valid)
+
+    @property
     def log_is_cut(self) -> bool:
-        """Whether committed changes are in the WAL where SQLite does not look: after damage, or beside an
-        empty file.
-        """
-        return bool(self._frames.stray) or (not self._data and bool(self._frames.valid))
+        """Whether committed changes are in the WAL where SQLite does not look, after damage."""
+        return bool(self._frames.stray)
+
+    @property
+    def torn_from(self) -> int:
+        """Place from which on rows may be of a transaction that was never acknowledged and is there in part."""
+        return self._frames.torn_from
 
     def __len__(self) -> int:
         return -(-len(self._data) // self.size) + len(self._frames.valid) + len(self._frames.stray)
@@ -93,10 +83,13 @@ class Pages:
         if isinstance(self._data, mmap.mmap):
             self._data.close()
 
-    def rows(self) -> Iterator[PageRow | None]:
-        """Yield every readable row, and None after each page. Inconsistent pages come last."""
+    def rows(self, *, ignored: bool = False) -> Iterator[PageRow | None]:
+        """Yield every readable row, and None after each page. Inconsistent pages come last. ``ignored``: only
+        from the frames that SQLite ignores."""
         doubtful = list[tuple[bytes, int, int]]()
         for page, number, place in self._versions():
+            if ignored and place < self._frames.first_stray:
+                continue
             cells = _sound_cells(page, 100 if number == 1 else 0) if len(page) == self.size else None
             if cells is None:
                 doubtful.append((page if place else b"", number, place))
@@ -218,7 +211,9 @@ class _Frames(NamedTuple):
     valid: list[_Frame]
     stray: list[_Frame]
     """Frames after a damaged one, of the same WAL."""
-    first_stray: int
+    first_stray: int = 1 << 62
+    torn_from: int = 1 << 62
+    """A change is flushed before the next one begins, so only the last transaction can be torn."""
 
 
 def _bytes_of(path: Path) -> bytes | mmap.mmap:
@@ -235,17 +230,19 @@ def _frames(log: bytes, size: int) -> _Frames:
     valid, stray = list[_Frame](), list[_Frame]()
     step = size + 24
     if len(log) < 32 + step:
-        return _Frames([], [], 1 << 62)
+        return _Frames([], [])
     order = ">" if log[3] & 1 else "<"
     header_sum = _wal_sum(log[:24], (0, 0), order)
     header_holds = struct.pack(">II", *header_sum) == log[24:32]
     salt = log[16:24] if header_holds else log[32 + 8 : 32 + 16]
     running = struct.unpack(">II", log[24:32])
     intact, committed = header_holds, 0
-    for place, at in enumerate(range(32, len(log) - step + 1, step), 1):
+    ends = [0]
+    """Places of frames that end a transaction."""
+    starts = range(32, len(log) - step + 1, step)
+    count = max((place for place, at in enumerate(starts, 1) if log[at + 8 : at + 16] == salt), default=0)
+    for place, at in enumerate(starts[:count], 1):  # the rest is of an earlier WAL, which this one overwrites
         head = log[at : at + 24]
-        if head[8:16] != salt and intact:
-            break  # the rest is of an earlier WAL
         page, commit = struct.unpack(">II", head[:8])
         stored = struct.unpack(">II", head[16:24])
         right = _wal_sum(log[at + 24 : at + step], _wal_sum(head[:8], running, order), order) == stored
@@ -253,15 +250,16 @@ def _frames(log: bytes, size: int) -> _Frames:
         if intact and right and page:
             valid.append(frame)
             committed = len(valid) if commit else committed
-        elif head[8:16] == salt or not intact:
+        else:
             intact = False
-            stray.append(frame)
+            if salt[:4] == head[8:12] or salt[4:] == head[12:16]:  # else it is of an earlier WAL
+                stray.append(frame)
+        if commit and head[8:16] == salt and place < count:
+            ends.append(place)
         running = stored
     if not any(frame.commits for frame in stray):
-        stray = []  # the end of a WAL that was being written
-    if stray:
-        return _Frames(valid[:committed], [*valid[committed:], *stray], committed + 1)
-    return _Frames(valid[:committed], [], 1 << 62)
+        return _Frames(valid[:committed], [])  # the end of a WAL that was being written
+    return _Frames(valid[:committed], [*valid[committed:], *stray], committed + 1, ends[-1] + 1)
 
 
 def _wal_sum(data: bytes, start: tuple[int, ...], order: str) -> tuple[int, int]:

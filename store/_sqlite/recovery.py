@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
+from urllib.parse import quote
 
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._codec import FORMAT_ERASED, StoredRecord, verify_next
@@ -37,6 +38,7 @@ from pensieve.store._raw import (
 from pensieve.store._rules import CommittedRequest, Meta, Moment
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.disk import fsync_path, log_of_changes, size_of
+from pensieve.store._sqlite.errors import SQLITE_ERRORS, lenient_text
 from pensieve.store._sqlite.pages import PageRow, Pages
 from pensieve.store._sqlite.raw_rows import key_from_name, read_row, verified_request
 from pensieve.store._sqlite.rows import Rows
@@ -65,6 +67,72 @@ CREATE INDEX request_session ON request (session);
 """
 
 
+def hidden_damage(path: Path) -> str:
+    """Return the damage that SQLite would not report when it opens the file; "" if none. Raises OSError."""
+    with path.open("rb") as file:
+        head = file.read(20)
+    if head.startswith(b"SQLite format 3\0") and not set(head[18:20]) <= {1, 2}:
+        return "its header asks for another version of SQLite"  # SQLite opens such a file read-only
+    if not size_of(log_of_changes(path)):
+        return ""
+    with contextlib.closing(Pages(path)) as pages:
+        if pages.has_lost_file or (pages.log_is_cut and _log_has_more(path, pages)):
+            return "its write-ahead log is damaged"
+    return ""
+
+
+def _log_has_more(path: Path, pages: Pages) -> bool:
+    """Whether the frames that SQLite ignores have anything that may have been acknowledged.
+
+    A power cut in the middle of a change leaves such frames as well, because pages reach the disk in any order.
+    """
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None)
+        ) as connection:
+            connection.text_factory = lenient_text
+            rows = (row for row in pages.rows(ignored=True) if row is not None)
+            return any(_is_more(connection, row, pages.torn_from) for row in rows)
+    except SQLITE_ERRORS:
+        return True
+
+
+def _is_more(connection: sqlite3.Connection, row: PageRow, torn_from: int) -> bool:
+    """Whether ``row`` is a sound record that SQLite does not find, or proves one, or a deletion."""
+    match row.values:
+        case [int(session), int(revision), bytes(data), int(crc), str(chain), *_] if row.is_table_row:
+            known = connection.execute(
+                "SELECT 1 FROM records WHERE session = ? AND revision = ? AND head_hash = ?",
+                (session, revision, chain),
+            )
+            return zlib.crc32(data) == crc and known.fetchone() is None
+        case [
+            None,
+            str(tenant),
+            str(session_id),
+            int(),
+            int(),
+            int(),
+            int(),
+            bytes(meta),
+            _,
+            int(crc),
+            *_,
+        ] if row.is_table_row and row.place < torn_from:
+            key = Key(tenant, session_id)
+            ignored = read_row(key, crc, meta).meta
+            found = connection.execute(
+                "SELECT crc, meta FROM sessions WHERE tenant = ? AND session_id = ?", (tenant, session_id)
+            ).fetchone()
+            known_meta = None if found is None else read_row(key, *found).meta
+            return ignored is not None and (known_meta is None or _age(known_meta) < _age(ignored))
+    return False
+
+
+def _age(meta: Meta) -> tuple[int, bool]:
+    return meta.row.revision, meta.row.state is State.DELETED
+
+
 class RecoveredFile:
     """The readable rows of one file, held in a temporary database until ``close``."""
 
@@ -76,6 +144,7 @@ class RecoveredFile:
         self._stage.execute("BEGIN")
         self.store_id = ""
         pages, done = Pages(path), 0
+        self._torn_from = pages.torn_from
         for row in pages.rows():
             if row is not None:
                 self._take(row)
@@ -112,6 +181,8 @@ class RecoveredFile:
         if meta is not None and meta.row.state is State.DELETED:
             return RawSession(key, meta)
         log = self._log(number, "" if meta is None else meta.row.head_hash)
+        if meta is None and not log and not problem:
+            return None
         if meta is None:
             lost = make_finding(key, Problem.ROW, problem, Remedy.REBUILD)
             return RawSession(key, None, log, requests, (lost,), claimed=claimed)
@@ -198,16 +269,28 @@ class RecoveredFile:
         return {key: session for key, (_, _, session) in named_by.items()}
 
     def _row(self, number: int, key: Key) -> tuple[Meta | None, tuple[int, str] | None, str]:
-        """Return the newest sound row; else None, the head that an unsound one claims, and the problem."""
-        claimed, problem = None, "its row is missing"
-        for tenant, session_id, crc, blob in self._stage.execute(
-            "SELECT tenant, session_id, crc, meta FROM row WHERE session = ? ORDER BY place DESC", (number,)
+        """Return the newest sound row; else None, the head that an unsound one claims, and the problem ("" if the
+        session was never acknowledged)."""
+        sound, claimed, problem = list[tuple[tuple[int, bool], int, Meta]](), None, "its row is missing"
+        for tenant, session_id, crc, blob, place in self._stage.execute(
+            "SELECT tenant, session_id, crc, meta, place FROM row WHERE session = ? ORDER BY place DESC",
+            (number,),
         ):
             read = read_row(key, crc, blob)
-            if read.meta is not None and (tenant, session_id) == (key.tenant, key.session_id):
-                return read.meta, None, ""
-            claimed, problem = claimed or read.claimed, read.problem or "its row has another name"
+            if read.meta is None or (tenant, session_id) != (key.tenant, key.session_id):
+                claimed, problem = claimed or read.claimed, read.problem or "its row has another name"
+                continue
+            row, problem = read.meta.row, ""
+            is_deleted = row.state is State.DELETED
+            if is_deleted or place < self._torn_from or self._has_head(number, row.head_hash):
+                sound.append((_age(read.meta), place, read.meta))
+        if sound:
+            # A page that was written in part may show an older row in a newer place.
+            return max(sound, key=lambda one: one[:2])[-1], None, ""
         return None, claimed, problem
+
+    def _has_head(self, number: int, head_hash: str) -> bool:
+        return any(entry.head_hash == head_hash for entry in self._log(number, head_hash))
 
     def _log(self, number: int, head_hash: str, *, proven: bool = False) -> tuple[StoredRecord, ...]:
         """Return the session's records: the longest chain that can be made, then all others.
@@ -215,11 +298,13 @@ class RecoveredFile:
         ``proven``: only records with valid checksums.
         """
         found: dict[int, list[StoredRecord]] = {}
-        for revision, data, crc, chain in self._stage.execute(
-            "SELECT revision, data, crc, hash FROM record WHERE session = ? ORDER BY revision, place DESC",
+        for revision, data, crc, chain, place in self._stage.execute(
+            "SELECT revision, data, crc, hash, place FROM record WHERE session = ? ORDER BY revision, place DESC",
             (number,),
         ):
             entry = StoredRecord(revision, data, crc, chain)
+            if place >= self._torn_from and zlib.crc32(data) != crc:
+                continue
             if entry not in found.setdefault(revision, []):
                 found[revision].append(entry)
         for entries in found.values():  # of two versions of a record, the erased one is the later

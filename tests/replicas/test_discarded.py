@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from pensieve.errors import Cancelled, Unavailable
+from pensieve.errors import Cancelled, TurnFenced, Unavailable
 from pensieve.server.rpc.convert import turn_spec
 from pensieve.server.turns.run import Order, TurnRun
 from pensieve.server.turns.turns import CancelledStreams
-from pensieve.store import Counts, Key
+from pensieve.store import Counts, HeldLease, Key, RenewalAnswer, Renewed
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Record, SessionRow
 from pensieve.v1 import pensieve_pb2 as pb
@@ -181,6 +182,64 @@ async def test_a_turn_that_is_being_committed_is_not_discarded() -> None:
         assert view.state == pb.Turn.STATE_COMMITTED
         assert Streamed([event async for event in call]).completed == view
         assert await history(rig, name) == ["hi", "whole"]
+
+
+class StillStore(HeldStore):
+    """For a server that stands still: it renews no lease, and its commit comes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self._steady_clock = lambda: self.now
+
+    def lapse_leases(self) -> None:
+        self.now += 1 << 40
+
+    async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
+        return [Renewed() for _ in leases]
+
+
+@pytest.mark.parametrize("lapses", ["before it is asked", "while it is asked"])
+async def test_a_commit_that_comes_after_the_discard_at_another_server_adds_nothing(lapses: str) -> None:
+    store = StillStore()
+    async with serving(store=store) as still, serving(store=store) as other:
+        name, turn = await still.create(), spec("hi")
+        gate = store.hold("commit")
+        call = still.call(name, turn)
+        await store.waiting.wait()
+        if lapses == "before it is asked":
+            store.lapse_leases()
+            assert (
+                await refusal(other.cancel(name, turn.request_id, keep=NOTHING))
+            ).reason == "TURN_NOT_FOUND"
+        else:
+            cancel = asyncio.ensure_future(other.cancel(name, turn.request_id, keep=NOTHING))
+            await asyncio.sleep(0.01)
+            store.lapse_leases()
+            assert (await cancel).state == pb.Turn.STATE_DISCARDED
+        gate.set()
+        assert (await refusal(call)).reason == "TURN_FENCED"
+        assert await history(still, name) == []
+
+
+async def test_a_turn_whose_commit_may_be_on_its_way_is_not_called_discarded() -> None:
+    class AwayStore(StillStore):
+        async def commit(self, *args: Any) -> SessionRow:
+            self.late = super().commit(*args)
+            raise Unavailable("no answer in time", reason="STORE_UNAVAILABLE")
+
+        async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
+            raise Unavailable("no answer in time", reason="STORE_UNAVAILABLE")
+
+    store = AwayStore()
+    async with serving(store=store, commit_retry_s=0.0) as rig:
+        name, turn = await rig.create(), spec("hi")
+        assert (await refusal(rig.call(name, turn))).reason == "STORE_UNAVAILABLE"
+        store.lapse_leases()
+        assert (await refusal(rig.get_turn(name, turn.request_id))).reason == "TURN_NOT_FOUND"
+        assert (await refusal(rig.cancel(name, turn.request_id, keep=NOTHING))).reason == "TURN_NOT_FOUND"
+        with pytest.raises(TurnFenced):
+            await store.late
 
 
 async def test_a_turn_in_history_outlives_its_discard_and_is_replayed_to_its_own_stream() -> None:

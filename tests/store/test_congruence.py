@@ -190,7 +190,7 @@ class Congruence:
     async def ask_to_end(self, name: str) -> None:
         request_id, keep = self.any_request(), self.random.randrange(9)
         outcome = self.model.ask_to_end(name, request_id, keep)
-        order = EndOrder(keep=True, keep_tokens=keep)
+        order = EndOrder(keep=keep > 0, keep_tokens=keep)
         await self.check("ask", outcome, lambda s: s.ask_to_end(key(name), request_id, order))
 
     async def apply(self, name: str) -> None:

@@ -229,8 +229,12 @@ async def test_few_rights_are_enough(shared_redis: RedisServer, client: redis.Re
 
 
 async def test_durability_is_what_redis_is_set_to(shared_redis: RedisServer, client: redis.Redis) -> None:
-    for setting, level in (("everysec", "local"), ("always", "fsync"), ("no", "none"), ("everysec", "local")):
+    for setting, rewrite, level in (
+        *(("everysec", "no", "local"), ("always", "no", "fsync"), ("always", "yes", "local")),
+        *(("no", "yes", "none"), ("everysec", "no", "local")),
+    ):
         client.config_set("appendfsync", setting)
+        client.config_set("no-appendfsync-on-rewrite", rewrite)
         async with opened_redis(shared_redis.url) as store:
             assert store.durability == level
     client.config_set("appendonly", "no")

@@ -148,3 +148,21 @@ async def test_a_turn_is_kept_when_the_listing_cannot_be(
     assert (await whole_turn(store, KEY, 2)).revision == 3
     (listed,) = (await store.list_sessions(TENANT, limit=5)).rows
     assert listed.revision == 3
+
+
+@pytest.mark.fault(64)
+async def test_a_turn_is_kept_when_the_right_to_the_listing_is_taken_away(
+    shared_redis: RedisServer, client: redis.Redis
+) -> None:
+    plain: Any = client
+    plain.execute_command("ACL", "SETUSER", "pensieve", "reset", "on", ">pw", "~pv1:*", "+@all")
+    try:
+        async with opened_redis(f"redis://pensieve:pw@127.0.0.1:{shared_redis.port}/0") as store:
+            await store.create(row(KEY), first_record(), "fp")
+            plain.execute_command(
+                "ACL", "SETUSER", "pensieve", "resetkeys", *("~pv1:{*", "~pv1:store", "~pv1:mark:*")
+            )
+            assert (await whole_turn(store, KEY, 1)).revision == 2
+            assert await refusal(store) == "STORE_FORBIDDEN"
+    finally:
+        client.acl_deluser("pensieve")

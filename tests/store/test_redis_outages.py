@@ -184,6 +184,7 @@ async def test_a_redis_that_is_busy_with_a_script(own_redis: RedisServer) -> Non
         (exceptions.ResponseError("MASTERDOWN Link with MASTER is down"), "STORE_UNAVAILABLE"),
         (exceptions.ResponseError("NOREPLICAS Not enough good replicas to write."), "STORE_UNAVAILABLE"),
         (exceptions.ResponseError("WAIT cannot be used with replica instances."), "STORE_UNAVAILABLE"),
+        (exceptions.ResponseError("UNBLOCKED force unblock, instance state changed"), "STORE_UNAVAILABLE"),
         (exceptions.TryAgainError("Multiple keys request during rehashing"), "STORE_UNAVAILABLE"),
         (exceptions.ClusterDownError("CLUSTERDOWN The cluster is down"), "STORE_UNAVAILABLE"),
         (exceptions.SlotNotCoveredError("Slot 7 not covered"), "STORE_UNAVAILABLE"),

@@ -9,7 +9,7 @@ Three steps, each durable and found again by a repeated call with the same reque
 Until the third step the session is as before. A turn that was committed meanwhile makes it fail: the session goes on
 uncompacted, and the branch is deleted. Afterwards the new context is warmed, so that the next turn does not compute it.
 
-The branch of a finished compaction lives as long as its session: the old context stays available. The branch of a
+The branch of a finished compaction has its session's idle lifetime: the old context stays available. The branch of a
 compaction that fails expires. A repeated call finds it before that, but a compaction by policy is never repeated, and a
 session whose model writes no summary would gain a copy of its history with each turn.
 """

@@ -151,6 +151,12 @@ class Turns:
 
     async def get(self, key: Key, request_id: str) -> TurnView:
         """State and result of a turn. Raises NotFound (TURN_NOT_FOUND)."""
+        view = await self._find(key, request_id)
+        if view is None:
+            raise _not_found()
+        return view
+
+    async def _find(self, key: Key, request_id: str) -> TurnView | None:
         run = self._runs.get((key, request_id))
         if run is not None and run.state.had_lease:
             return run.view
@@ -167,7 +173,10 @@ class Turns:
             )
         # Another server may have committed it between the two reads.
         committed = await self._committed(key, request_id)
-        return committed if committed is not None else self._recently_discarded(key, request_id)
+        reason = self._discarded.get((key, request_id))
+        if committed is None and reason is not None:
+            return _discarded(key, request_id, reason)
+        return committed
 
     async def cancel(
         self, key: Key, request_id: str, *, keep: bool, keep_tokens: int | None, stream_id: str = ""
@@ -238,14 +247,15 @@ class Turns:
                 return view
 
     async def _end_remote(self, key: Key, request_id: str, order: EndOrder) -> TurnView:
-        view = await self.get(key, request_id)
-        if view.state is not TurnStatus.RUNNING:
-            return view
+        before = await self._find(key, request_id)
+        if before is not None and before.state is TurnStatus.COMMITTED:
+            return before
+        # Also if it does not run: its lease may have lapsed, and the holder could commit it yet.
         await end_remote_turn(self._store, key, request_id, order, self._settings.lease_s)
-        try:
-            return await self.get(key, request_id)
-        except NotFound:
-            return _discarded(key, request_id, turn_cancelled().reason)
+        after = await self._find(key, request_id)
+        if after is None and before is None:
+            raise _not_found()
+        return after or _discarded(key, request_id, turn_cancelled().reason)
 
     async def _find_or_start(
         self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None, stream_id: str
@@ -348,10 +358,10 @@ class Turns:
             run.ticket.on_ended(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
         if not had_lease:
             return
-        discarded = outcome.reason if isinstance(outcome, PensieveError) else ""
-        if discarded:
-            self._discarded[turn] = discarded
-            self._discarded.move_to_end(turn)
+        self._discarded.pop(turn, None)
+        # A commit that was not confirmed may yet be on its way to the store.
+        if isinstance(outcome, PensieveError) and run.state is not RunState.COMMITTING:
+            self._discarded[turn] = outcome.reason
             while len(self._discarded) > self._settings.discarded_turns:
                 self._discarded.popitem(last=False)
         self._on_turn_end(end)
@@ -360,12 +370,6 @@ class Turns:
         revision = await self._store.find_request(key, request_id)
         turn = None if revision is None else await turn_record.load_committed(self._store, key, revision)
         return None if turn is None else turn_record.committed_view(key, turn)
-
-    def _recently_discarded(self, key: Key, request_id: str) -> TurnView:
-        reason = self._discarded.get((key, request_id))
-        if reason is None:
-            raise _not_found()
-        return _discarded(key, request_id, reason)
 
     async def _wait_for_end(self, timeout_s: float) -> None:
         self._run_ended.clear()

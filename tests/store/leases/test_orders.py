@@ -61,6 +61,27 @@ async def test_an_order_ends_with_its_lease(bench: Bench) -> None:
     assert await bench.store.renew(KEY, "t3", LEASE_MS) == Renewed()
 
 
+@pytest.mark.parametrize("order", [FIRST, SECOND], ids=["keeps", "discards"])
+async def test_a_turn_that_was_asked_to_end_when_its_lease_had_lapsed_is_not_committed(
+    bench: Bench, order: EndOrder
+) -> None:
+    """Its holder stood still. Who asked takes the turn for gone."""
+    await begun(bench)
+    bench.lapse_lease(KEY)
+    assert not await bench.store.ask_to_end(KEY, "another", SECOND)
+    assert await bench.store.renew(KEY, "t1", LEASE_MS) == Renewed(), "that was about another turn"
+    bench.lapse_lease(KEY)
+    assert not await bench.store.ask_to_end(KEY, "r1", order)
+    with pytest.raises(TurnFenced):
+        await bench.store.renew(KEY, "t1", LEASE_MS)
+    with pytest.raises(TurnFenced):
+        await bench.store.commit(KEY, "t1", "fp-r1", turn_record(1, "r1"), counts(2))
+    outcome = await bench.store.begin(KEY, replace(request("r1", "t2"), follows=True))
+    assert isinstance(outcome, Began if order.keep else CalledOff)
+    again = await bench.store.begin(KEY, request("r1", "t2"))
+    assert isinstance(again, Began) and again.seed == 42
+
+
 async def test_who_follows_a_turn_does_not_begin_it_again_when_it_was_called_off(bench: Bench) -> None:
     await begun(bench)
     follower = replace(request("r1", "t2"), follows=True)

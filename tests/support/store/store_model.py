@@ -151,11 +151,15 @@ class Model:
         return news
 
     def ask_to_end(self, name: str, request_id: str, keep: int) -> Outcome:
+        """``keep``: number of tokens to keep; 0 discards the turn."""
         absent = self._absent(name)
         if absent is not None:
             return absent
         turn = self.sessions[name].turn
-        if turn is None or turn.lapsed or turn.request_id != request_id:
+        if turn is None or turn.request_id != request_id:
+            return ("asked", False)
+        if turn.lapsed:
+            turn.token, turn.called_off = "", turn.called_off or keep == 0
             return ("asked", False)
         turn.order = keep if turn.order is None else turn.order
         return ("asked", True)
