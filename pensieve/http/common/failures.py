@@ -125,7 +125,7 @@ _NAMES_BY_PATH: Final[Mapping[str, Mapping[str, str]]] = {
         "max_output_tokens": "max_tokens",
     },
     "/v1/completions": {
-        **dict.fromkeys(("input", "items", "initial_items"), "prompt"),
+        **dict.fromkeys(("input", "items", "initial_items", "tokens"), "prompt"),
         "max_output_tokens": "max_tokens",
     },
     "/v1/messages": {
