@@ -79,6 +79,8 @@ class HttpFailure(Exception):
     @property
     def headers(self) -> dict[str, str]:
         found = {"connection": "close"} if self.closes_connection else {}
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
         if self.retry_after_s is not None:
             found["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         return found
