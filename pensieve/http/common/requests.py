@@ -214,6 +214,8 @@ ACCEPTED_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
+    # Claude Code sends the second: all thoughts stay, as they do here.
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "continue_final_message": (False,),
     "early_stopping": (False,),
     "extra_body": ({},),
