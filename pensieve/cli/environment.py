@@ -24,6 +24,12 @@ def silence_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
+def ignore_forks() -> None:
+    """Keep gRPC from handling forks, before it is imported. Commands fork only to start programs, and gRPC would log
+    a line for each."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
 def assign_variables(command: click.Command, path: str) -> None:
     """Assign an environment variable to each option of a command and of its subcommands.
 

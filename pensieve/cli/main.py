@@ -129,6 +129,7 @@ class LazyGroup(click.Group):
         return sorted([*super().list_commands(ctx), *SUBCOMMANDS])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        environment.ignore_forks()
         command = self._load(ctx, cmd_name) if cmd_name in SUBCOMMANDS else super().get_command(ctx, cmd_name)
         if command is not None:
             environment.assign_variables(command, cmd_name)

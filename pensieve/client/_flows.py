@@ -341,12 +341,15 @@ class SessionCore:
         response = yield from self.call("UpdateSession", request, replay=expected_revision is None)
         return self._update_info(response.session)
 
-    def delete(self, expected_revision: int | None, allow_missing: bool, unused_only: bool) -> Flow[None]:
+    def delete(
+        self, expected_revision: int | None, allow_missing: bool, unused_only: bool, keep_cached: bool
+    ) -> Flow[None]:
         request = pb.DeleteSessionRequest(
             name=self.name,
             expected_revision=expected_revision,
             allow_missing=allow_missing,
             unused_only=unused_only,
+            keep_cached=keep_cached,
         )
         gone = "SESSION_NOT_FOUND" if unused_only else "SESSION_DELETED"
         tries, tried = Tries(self.settings), False

@@ -156,8 +156,10 @@ def _input_item(value: InputLike) -> pb.InputItem:
     if isinstance(value, Item):
         content: Content = value.token_ids or value.text
         return input_item((Role(value.role), content))
-    if isinstance(value, Mapping):
-        raise TypeError('an item must be a role and its content, such as ("user", "Hi"), not a dict')
+    given: object = value  # types exclude what callers without a type checker pass
+    if isinstance(given, Mapping | str):
+        kind = type(given).__name__
+        raise TypeError(f'an item must be a role and its content, such as ("user", "Hi"), not a {kind}')
     speaker, content = value
     if isinstance(content, RawText):
         return pb.InputItem(role=role_name(speaker), raw_text=content)

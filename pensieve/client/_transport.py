@@ -52,8 +52,9 @@ class ClientSettings:
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for values that gRPC would reject on each try, as if the server were away."""
-        if self.target.startswith(("http://", "https://")):
-            tls = ", with tls=True" if self.target.startswith("https") else ""
+        scheme, separator, _ = self.target.partition("://")
+        if separator and scheme in ("http", "https", "grpc", "grpcs"):
+            tls = ", with tls=True" if scheme.endswith("s") else ""
             raise InvalidArgument.field("target", f"must be HOST:PORT{tls}, got {self.target!r}")
         key = "" if self.api_key is None else self.api_key.strip()
         if not (key.isascii() and key.isprintable()):

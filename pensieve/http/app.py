@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pensieve.client import ServerInfo
@@ -179,7 +179,11 @@ def make_app(settings: DoorSettings) -> Starlette:
         door.bodies.close()
 
     cors = Middleware(
-        CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        CORSMiddleware,
+        allow_origins=list(settings.cors_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],  # the SDKs read them
     )
     app = Starlette(
         routes=[
@@ -245,7 +249,20 @@ async def _no_route(request: Request, error: Exception) -> Response:
         kind="invalid_request_error",
         code="unknown_route",
     )
-    return HttpDoor.from_request(request).refusal(failure, request)
+    answer = HttpDoor.from_request(request).refusal(failure, request)
+    if error.status_code == 405:
+        answer.headers["allow"] = ", ".join(sorted(_methods_of(request)))
+    return answer
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Return the methods that the request's path takes."""
+    return {
+        method
+        for route in request.app.routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods
+    }
 
 
 async def _bug(request: Request, error: Exception) -> Response:

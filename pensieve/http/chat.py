@@ -292,6 +292,9 @@ class ChatCompletion:
         event. ``around`` is entered while the turn runs, and left before its error is sent."""
         deltas_by_candidate: dict[int, ChatDeltas] = {}
         sent, tokens = SentText(), SentTokens(scored)
+        frame = self._frame("chat.completion.chunk")
+        if include_usage:
+            frame["usage"] = None  # until the last chunk, as OpenAI has it
         try:
             async with around:
                 async for piece in stream:
@@ -301,11 +304,11 @@ class ChatCompletion:
                     deltas = self._deltas_of(deltas_by_candidate, piece.candidate)
                     if scores and not deltas.begun:
                         # As OpenAI does: its Node client repeats log-probabilities of the first chunk.
-                        yield self._chunk(piece.candidate, deltas.empty_delta())
+                        yield _chunk(frame, piece.candidate, deltas.empty_delta())
                     # A chunk without text carries the scores of tokens whose text is held back or dropped.
                     added = [*deltas.push(text or "")] or ([deltas.empty_delta()] if scores else [])
                     for delta in added:
-                        yield self._chunk(piece.candidate, delta, scores=scores)
+                        yield _chunk(frame, piece.candidate, delta, scores=scores)
                         scores = ()
         except PensieveError as error:
             yield sse_event(failure_from_error(error).body)
@@ -313,28 +316,16 @@ class ChatCompletion:
         for one in candidates_of(stream.turn):
             deltas = self._deltas_of(deltas_by_candidate, one.candidate)
             for delta in deltas.finish():
-                yield self._chunk(one.candidate, delta)
-            yield self._chunk(one.candidate, {}, _finish_reason(one, deltas.calls))
+                yield _chunk(frame, one.candidate, delta)
+            yield _chunk(frame, one.candidate, {}, _finish_reason(one, deltas.calls))
         if include_usage:
-            yield sse_event(
-                {
-                    **self._frame("chat.completion.chunk"),
-                    "choices": [],
-                    "usage": completion_usage(stream.turn),
-                }
-            )
+            yield sse_event({**frame, "choices": [], "usage": completion_usage(stream.turn)})
         yield DONE
 
     def _deltas_of(self, deltas_by_candidate: dict[int, ChatDeltas], candidate: int) -> ChatDeltas:
         if candidate not in deltas_by_candidate:
             deltas_by_candidate[candidate] = ChatDeltas(self.form, self.turn_id, candidate)
         return deltas_by_candidate[candidate]
-
-    def _chunk(
-        self, index: int, delta: dict[str, Any], reason: str | None = None, scores: Scores = ()
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": _logprobs(scores), "finish_reason": reason}
-        return sse_event({**self._frame("chat.completion.chunk"), "choices": [choice]})
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {
@@ -346,6 +337,13 @@ class ChatCompletion:
             "system_fingerprint": None,
             "session": self.session_id,
         }
+
+
+def _chunk(
+    frame: dict[str, Any], index: int, delta: dict[str, Any], reason: str | None = None, scores: Scores = ()
+) -> bytes:
+    choice = {"index": index, "delta": delta, "logprobs": _logprobs(scores), "finish_reason": reason}
+    return sse_event({**frame, "choices": [choice]})
 
 
 def _finish_reason(answer: Candidate, calls: int) -> str:

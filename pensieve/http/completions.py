@@ -25,7 +25,7 @@ from pensieve.client import (
     Turn,
     TurnOptions,
 )
-from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.errors import PensieveError
 from pensieve.http.common.answers import (
     DONE,
     EventStream,
@@ -203,10 +203,6 @@ def _name(token: TokenText) -> str:
         return f"bytes:{token.text}"
 
 
-_PROMPT_FIELDS: Final = ("initial_items", "turn.input")
-"""Prefixes of the service's fields that hold a prompt."""
-
-
 @dataclass(frozen=True, slots=True)
 class StartedPrompt:
     stream: AsyncTurnStream
@@ -273,33 +269,26 @@ async def _begin(
     ttl_s: float,
     held: AsyncExitStack,
 ) -> StartedPrompt:
-    try:
-        session = await caller.client.create_session(
-            session_id=turn.session,
-            initial_items=[(Role.USER, turn.prompt)],
-            ttl=ttl_s,
-            request_id=str(uuid.uuid5(turn.id, "session")),
-        )
-        text, ids = (turn.prompt, ()) if isinstance(turn.prompt, RawText) else ("", tuple(turn.prompt))
-        if (asked.body.echo and not text) or (asked.body.return_token_ids and not ids):
-            item = (await session.items(include_tokens=True))[0]
-            text, ids = item.text, item.token_ids
-        # The session already holds the prompt; the turn answers it.
-        options: TurnOptions = {
-            "seed": seed_for(turn.id),
-            **asked.options,
-            "replace_after_item": 1,
-            "request_id": str(turn.id),
-        }
-        stream = session.stream(**options)
-        held.callback(stream.close)
-        await stream.accepted()
-    except InvalidArgument as error:
-        if not (error.violations and error.violations[0][0].startswith(_PROMPT_FIELDS)):
-            raise
-        failure = failure_from_error(error)
-        failure.param = "prompt"
-        raise failure from error
+    session = await caller.client.create_session(
+        session_id=turn.session,
+        initial_items=[(Role.USER, turn.prompt)],
+        ttl=ttl_s,
+        request_id=str(uuid.uuid5(turn.id, "session")),
+    )
+    text, ids = (turn.prompt, ()) if isinstance(turn.prompt, RawText) else ("", tuple(turn.prompt))
+    if (asked.body.echo and not text) or (asked.body.return_token_ids and not ids):
+        item = (await session.items(include_tokens=True))[0]
+        text, ids = item.text, item.token_ids
+    # The session already holds the prompt; the turn answers it.
+    options: TurnOptions = {
+        "seed": seed_for(turn.id),
+        **asked.options,
+        "replace_after_item": 1,
+        "request_id": str(turn.id),
+    }
+    stream = session.stream(**options)
+    held.callback(stream.close)
+    await stream.accepted()
     return StartedPrompt(stream, text, ids)
 
 

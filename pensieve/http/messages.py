@@ -410,7 +410,7 @@ class BlockAnswer:
         """Return a content block. ``begun``: as it is announced, without content."""
         match part:
             case Words():
-                return {"type": "text", "text": "" if begun else part.text, "citations": None}
+                return {"type": "text", "text": "" if begun else part.text}
             case Thought():
                 thought = part.text if self.shows_thoughts and not begun else ""
                 # Clients drop a thought without a signature. This one is not checked when it comes back.

@@ -33,6 +33,12 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
     NESTED: ClassVar[Nested] = {"function": FunctionDefinition}
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {"cache_control": "reusable prefixes are found without it"}
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "allowed_callers": "only the model calls functions",
+        "async": "is not supported: the next turn brings the result",
+        "defer_loading": "is not supported: the model sees all tools",
+        "output_schema": "is not supported: put it into the description",
+    }
     type: str
     function: FunctionDefinition | None = None
     name: str | None = None

@@ -272,16 +272,18 @@ class UpdateSessionResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class DeleteSessionRequest(_message.Message):
-    __slots__ = ("name", "expected_revision", "allow_missing", "unused_only")
+    __slots__ = ("name", "expected_revision", "allow_missing", "unused_only", "keep_cached")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
     ALLOW_MISSING_FIELD_NUMBER: _ClassVar[int]
     UNUSED_ONLY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_CACHED_FIELD_NUMBER: _ClassVar[int]
     name: str
     expected_revision: int
     allow_missing: bool
     unused_only: bool
-    def __init__(self, name: _Optional[str] = ..., expected_revision: _Optional[int] = ..., allow_missing: bool = ..., unused_only: bool = ...) -> None: ...
+    keep_cached: bool
+    def __init__(self, name: _Optional[str] = ..., expected_revision: _Optional[int] = ..., allow_missing: bool = ..., unused_only: bool = ..., keep_cached: bool = ...) -> None: ...
 
 class DeleteSessionResponse(_message.Message):
     __slots__ = ()

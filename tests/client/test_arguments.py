@@ -289,7 +289,7 @@ def test_every_call_takes_names() -> None:
 # -- where to, and as whom
 
 
-@pytest.mark.parametrize("target", ["http://127.0.0.1:50051", "https://pensieve.example"])
+@pytest.mark.parametrize("target", ["http://127.0.0.1:50051", "https://pensieve.example", "grpc://a:1"])
 def test_an_address_of_the_web_is_no_target(target: str) -> None:
     with pytest.raises(InvalidArgument, match="HOST:PORT"):
         sdk.Client(target)
@@ -303,7 +303,7 @@ def test_a_key_from_a_file_comes_without_its_line_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"hi", [{"role": "user", "content": "hi"}], {"role": "user", "content": "hi"}]
+    "content", [b"hi", ["hi"], [{"role": "user", "content": "hi"}], {"role": "user", "content": "hi"}]
 )
 def test_what_is_neither_text_nor_token_ids(content: Any) -> None:
     with pytest.raises(TypeError, match="text or token ids"):

@@ -96,6 +96,13 @@ async def test_a_prewarmed_context_is_read_from_the_cache(tmp_path: Path) -> Non
         with pytest.raises(BadRequestError):
             await client.responses.create(model="tiny", input="x", previous_response_id=warmed.id)
 
+        # Agents resend their histories to responses that are not stored.
+        said: Any = [{"role": "user", "content": "Words that are not kept. " * 10}]
+        unstored, _ = await cached(input=said, store=False)
+        said += [*unstored.output, {"role": "user", "content": "And?"}]
+        _, share = await cached(input=said, store=False)
+        assert share > 0.8, "the beginning of a resent history"
+
 
 async def test_prewarming_is_refused_where_it_has_no_meaning() -> None:
     async with door() as rig:

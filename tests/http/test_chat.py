@@ -94,7 +94,8 @@ async def test_a_stream_says_the_same() -> None:
         reasons = [one.finish_reason for chunk in chunks for one in chunk.choices if one.finish_reason]
         assert reasons == ["stop"]
         assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens > 0
-        assert not any(chunk.usage for chunk in chunks[:-1])
+        # OpenAI's documentation: "All other chunks will also include a usage field, but with a null value."
+        assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks[:-1])
         again = await say(rig, asks("hi", "again"))
         assert again.session == chunks[0].session
 

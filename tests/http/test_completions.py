@@ -178,6 +178,7 @@ async def test_bad_input_is_refused_by_name() -> None:
             with pytest.raises(BadRequestError) as caught:
                 await complete(rig, "the fox", extra_body=fields)
             assert caught.value.param == param, (name, caught.value.body)
+            assert param in caught.value.message, (name, caught.value.body)
 
 
 async def nothing_runs(rig: HttpRig) -> None:

@@ -88,6 +88,17 @@ async def test_what_options_and_tools_have_not_is_refused_by_name(
         assert error["param"] == f"{name}{at}.whatever"
 
 
+async def test_a_tool_may_ask_for_what_holds_anyway() -> None:
+    tool = {"type": "function", "name": "f", "async": False, "allowed_callers": ["direct"]}
+    async with door() as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+        for deferred, status in ((False, 200), (True, 400)):
+            body = {"input": "hi", "tool_choice": "none", "tools": [{**tool, "defer_loading": deferred}]}
+            answer = await http.post("/v1/responses", json=body)
+            assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("tools[0].defer_loading", "unsupported_parameter")
+
+
 def names(kind: type[msgspec.Struct]) -> list[str]:
     return [one.encode_name for one in msgspec.structs.fields(kind)]
 

@@ -289,6 +289,9 @@ async def test_every_refusal_has_the_same_form() -> None:
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
             assert answer.headers["x-request-id"]
+        assert answers[405].headers["allow"] == "POST"
+        both = await http.put("/v1/responses/resp_x")
+        assert both.headers["allow"] == "DELETE, GET, HEAD"
 
 
 async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

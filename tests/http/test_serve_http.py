@@ -83,6 +83,10 @@ def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path
                 for origin in (PAGE, "https://c.example")
             ]
             assert allowed == [PAGE, None]
+            shown = http.get("/models", headers={"Origin": PAGE}).headers["access-control-expose-headers"]
+            assert {"x-request-id", "retry-after"} <= set(shown.split(", ")), (
+                "else a page's client never sees them"
+            )
             names = ("localhost", "chat.lan", "evil.example")
             found = [http.get("/models", headers={"Host": name}).status_code for name in names]
             assert found == [200, 200, 403], "it asks for no key, and is on loopback"
@@ -233,7 +237,11 @@ def test_tls_keys_and_certificates_are_those_of_the_server(tmp_path: Path) -> No
 
         def status(shown: tuple[Path, Path] | None, **headers: str) -> int:
             with calling(shown, **headers) as http:
-                return http.get("/models").status_code
+                answer = http.get("/models")
+                assert answer.headers.get("www-authenticate") == (
+                    "Bearer" if answer.status_code == 401 else None
+                )
+                return answer.status_code
 
         bearer, told = "Bearer ck_k_secret", {"pensieve-certificate-name-bin": "c3BpZmZlOi8vYWNtZS93ZWI="}
         assert status(nobody, authorization=bearer) == 200

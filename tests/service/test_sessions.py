@@ -272,6 +272,20 @@ async def test_delete() -> None:
         await rig.api.DeleteSession(missing)
 
 
+async def test_a_deleted_session_may_leave_its_cached_state() -> None:
+    async with serving() as rig:
+        for subject, kept in (("", True), ("ada", False)):
+            name = await rig.create(config=pb.SessionConfig(subject=subject))
+            await rig.stream(name, "hi")
+            rig.link.evicted.clear()
+            await rig.api.DeleteSession(
+                pb.DeleteSessionRequest(name=name, keep_cached=True, allow_missing=True)
+            )
+            assert (rig.link.evicted == []) is kept, "an erasure of the subject would not find it any more"
+            gone = await refusal(rig.api.GetSession(pb.GetSessionRequest(name=name)))
+            assert gone.reason == "SESSION_DELETED"
+
+
 def unused(name: str, **fields: Any) -> pb.DeleteSessionRequest:
     return pb.DeleteSessionRequest(name=name, unused_only=True, **fields)
 

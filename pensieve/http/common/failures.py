@@ -79,6 +79,8 @@ class HttpFailure(Exception):
     @property
     def headers(self) -> dict[str, str]:
         found = {"connection": "close"} if self.closes_connection else {}
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
         if self.retry_after_s is not None:
             found["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         return found
@@ -125,7 +127,7 @@ _NAMES_BY_PATH: Final[Mapping[str, Mapping[str, str]]] = {
         "max_output_tokens": "max_tokens",
     },
     "/v1/completions": {
-        **dict.fromkeys(("input", "items", "initial_items"), "prompt"),
+        **dict.fromkeys(("input", "items", "initial_items", "tokens"), "prompt"),
         "max_output_tokens": "max_tokens",
     },
     "/v1/messages": {

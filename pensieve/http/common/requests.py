@@ -211,10 +211,15 @@ REFUSED_EVERYWHERE: Final = {
 """Other servers' fields that would change the answer, each with the error text."""
 ACCEPTED_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
+    "allowed_callers": (["direct"],),
+    "async": (False,),
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
+    # Claude Code sends the second: all thoughts stay, as they do here.
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "continue_final_message": (False,),
+    "defer_loading": (False,),
     "early_stopping": (False,),
     "extra_body": ({},),
     "function_call": ("none", "auto"),

@@ -137,7 +137,8 @@ async def create(request: Request) -> HttpResponse:
             # An earlier try may have begun the turn, from another summary.
             kept = KeptResponse.from_turn(await begun.session.get_turn(begun.id.turn_id)) or kept
         if not body.stored:
-            held.push_async_callback(begun.session.delete, allow_missing=True)
+            # A client that resends its history finds its beginning cached.
+            held.push_async_callback(begun.session.delete, allow_missing=True, keep_cached=True)
         held.callback(begun.stream.close)
         response = Response(begun.id, kept, begun.form)
         if body.stream:

@@ -235,8 +235,6 @@ class ResponseRequest(SamplingFields, kw_only=True):
             options["max_output_tokens"] = self.max_output_tokens
         if self.scored:
             options["top_logprobs"] = self.top_logprobs or 0
-        if not self.stored:
-            options["session_finished"] = True
         if self.background:
             options["on_disconnect"] = "finish"
             options["max_chunk_tokens"] = 1  # so that an event's number does not depend on timing

@@ -113,6 +113,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             expected_revision=convert.optional(request, "expected_revision"),
             allow_missing=request.allow_missing,
             unused_only=request.unused_only,
+            keep_cached=request.keep_cached,
         )
         return pb.DeleteSessionResponse()
 

@@ -41,7 +41,7 @@ from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.turns import Turns
 from pensieve.server.values import InputEntry, TurnView, fingerprint
 from pensieve.store import Counts, Key
-from pensieve.store.records import History, Item, Overflow, Record, RecordKind, SessionRow
+from pensieve.store.records import History, Item, Overflow, Record, RecordKind, SessionRow, State
 
 log = logging.getLogger(__name__)
 
@@ -332,20 +332,27 @@ class Sessions:
         expected_revision: int | None,
         allow_missing: bool,
         unused_only: bool = False,
+        keep_cached: bool = False,
     ) -> int:
         """Erase the session, end its running turns, and drop the engine's cached state; return the number of
         tokens dropped. Raises NotFound for a missing session unless ``allow_missing``. ``unused_only``: free its
-        id too; raises FailedPrecondition (SESSION_USED) if it has had a turn, TurnInProgress while one runs."""
+        id too; raises FailedPrecondition (SESSION_USED) if it has had a turn, TurnInProgress while one runs.
+        ``keep_cached``: leave the cached state, unless the session has a subject."""
         if unused_only:
             return await self._delete_unused(key, expected_revision, allow_missing)
-        if not allow_missing:
-            await self._store.load(key)
+        try:
+            if keep_cached or not allow_missing:
+                row = await self._store.load(key)
+                keep_cached = keep_cached and row.state is State.ACTIVE and not row.config.subject
+        except NotFound:
+            if not allow_missing:
+                raise
         await self._store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
         self._quotas.on_session_removed(key.tenant)
         self._transcript.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
         self._transcript.forget(key)
-        return await self._evict(key)
+        return 0 if keep_cached else await self._evict(key)
 
     # ---- parts
 
