@@ -122,9 +122,13 @@ async def test_how_long_cached_state_is_wanted_is_a_hint() -> None:
             ({"prompt_cache_retention": "in_memory"}, None, False),
             ({"prompt_cache_retention": "24h"}, 4.0, False),
             ({"extra_body": {"prompt_cache_options": {"ttl": "12h"}}}, 4.0, False),
-            ({"store": False}, None, True),
+            ({"store": False}, None, False),
+            ({"store": False, "previous_response_id": ""}, None, True),
         ]
+        first = await respond(rig, "hi")
         for asked, importance, finished in cases:
+            if "previous_response_id" in asked:
+                asked["previous_response_id"] = first.id
             response = await respond(rig, "hi", **asked)
             hints = rig.service.link.generations[-1].hints
             given = (None, False) if hints is None else (hints.importance, hints.finished)

@@ -154,6 +154,8 @@ async def test_what_is_not_stored_leaves_nothing_behind() -> None:
         for previous in (None, kept.id):
             gone = await respond(rig, "again", store=False, previous_response_id=previous)
             assert gone.output_text == ANSWER and gone.store is False
+            # A client that resends its history finds it cached; the end of a branch is never asked for again.
+            assert bool(rig.service.link.evicted) is (previous is not None)
             with pytest.raises(NotFoundError):
                 await rig.client.responses.retrieve(gone.id)
         sessions = (await rig.service.api.ListSessions(pb.ListSessionsRequest())).sessions

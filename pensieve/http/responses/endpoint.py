@@ -138,7 +138,7 @@ async def create(request: Request) -> HttpResponse:
             kept = KeptResponse.from_turn(await begun.session.get_turn(begun.id.turn_id)) or kept
         if not body.stored:
             # A client that resends its history finds its beginning cached.
-            held.push_async_callback(begun.session.delete, allow_missing=True, keep_cached=True)
+            held.push_async_callback(begun.session.delete, allow_missing=True, keep_cached=not body.is_branch)
         held.callback(begun.stream.close)
         response = Response(begun.id, kept, begun.form)
         if body.stream:

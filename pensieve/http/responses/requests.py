@@ -190,6 +190,11 @@ class ResponseRequest(SamplingFields, kw_only=True):
         return self.store is not False
 
     @property
+    def is_branch(self) -> bool:
+        """Whether it is the end of a branch: it is not stored, and its client does not send the conversation again."""
+        return not self.stored and self.previous_response_id is not None
+
+    @property
     def drops_oldest(self) -> bool:
         """Whether the oldest turns are dropped when the context is full."""
         return self.truncation == "auto"
@@ -235,6 +240,8 @@ class ResponseRequest(SamplingFields, kw_only=True):
             options["max_output_tokens"] = self.max_output_tokens
         if self.scored:
             options["top_logprobs"] = self.top_logprobs or 0
+        if self.is_branch:
+            options["session_finished"] = True
         if self.background:
             options["on_disconnect"] = "finish"
             options["max_chunk_tokens"] = 1  # so that an event's number does not depend on timing
