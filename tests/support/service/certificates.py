@@ -15,16 +15,9 @@ def openssl(*arguments: object) -> None:
 def authority(folder: Path, name: str) -> Path:
     """The certificate of a new authority; its key lies beside it."""
     openssl(
-        "req",
-        "-x509",
-        *CURVE,
-        "-subj",
-        f"/CN={name}",
-        "-keyout",
-        folder / f"{name}.key",
-        "-out",
-        folder / f"{name}.crt",
-    )
+        "req", "-x509", *CURVE, "-subj", f"/CN={name}", "-addext", "keyUsage=critical,keyCertSign,cRLSign",
+        "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt",
+    )  # fmt: skip
     return folder / f"{name}.crt"
 
 
@@ -33,7 +26,8 @@ def signed(folder: Path, ca: Path, name: str, subject: str, alternative: str = "
     key, request, cert = (folder / f"{name}.{end}" for end in ("key", "csr", "crt"))
     openssl("req", *CURVE, "-subj", subject, "-keyout", key, "-out", request)
     extensions = folder / f"{name}.ext"
-    extensions.write_text(f"subjectAltName={alternative}\n" if alternative else "basicConstraints=CA:FALSE\n")
+    names = f"subjectAltName={alternative}" if alternative else "basicConstraints=CA:FALSE"
+    extensions.write_text(f"{names}\nauthorityKeyIdentifier=keyid\n")  # Python 3.13 asks for it
     openssl(
         "x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca.with_suffix(".key"), "-CAcreateserial", "-days", 1,
         "-extfile", extensions, "-out", cert,
