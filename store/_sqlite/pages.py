@@ -236,30 +236,30 @@ def _frames(log: bytes, size: int) -> _Frames:
     header_holds = struct.pack(">II", *header_sum) == log[24:32]
     salt = log[16:24] if header_holds else log[32 + 8 : 32 + 16]
     running = struct.unpack(">II", log[24:32])
-    intact, committed = header_holds, 0
-    ends = [0]
-    """Places of frames that end a transaction."""
+    intact, committed, torn_from = header_holds, 0, 1
     starts = range(32, len(log) - step + 1, step)
+    # What follows the last frame with this salt is of an earlier WAL, which this one overwrites.
     count = max((place for place, at in enumerate(starts, 1) if log[at + 8 : at + 16] == salt), default=0)
-    for place, at in enumerate(starts[:count], 1):  # the rest is of an earlier WAL, which this one overwrites
+    for place, at in enumerate(starts[:count], 1):
         head = log[at : at + 24]
+        is_ours = head[8:16] == salt
         page, commit = struct.unpack(">II", head[:8])
         stored = struct.unpack(">II", head[16:24])
         right = _wal_sum(log[at + 24 : at + step], _wal_sum(head[:8], running, order), order) == stored
         frame = _Frame(page, at + 24, place, bool(commit) and right)
-        if intact and right and page:
+        if intact and right and page and is_ours:
             valid.append(frame)
             committed = len(valid) if commit else committed
         else:
             intact = False
-            if salt[:4] == head[8:12] or salt[4:] == head[12:16]:  # else it is of an earlier WAL
+            if salt[:4] == head[8:12] or salt[4:] == head[12:16]:  # else a frame of an earlier WAL shows
                 stray.append(frame)
-        if commit and head[8:16] == salt and place < count:
-            ends.append(place)
+        if commit and is_ours and place < count:
+            torn_from = place + 1
         running = stored
     if not any(frame.commits for frame in stray):
         return _Frames(valid[:committed], [])  # the end of a WAL that was being written
-    return _Frames(valid[:committed], [*valid[committed:], *stray], committed + 1, ends[-1] + 1)
+    return _Frames(valid[:committed], [*valid[committed:], *stray], committed + 1, torn_from)
 
 
 def _wal_sum(data: bytes, start: tuple[int, ...], order: str) -> tuple[int, int]:

@@ -29,10 +29,11 @@ async def test_damage_to_any_part_costs_no_sound_record(tmp_path: Path) -> None:
     plain = await damage.make(tmp_path / "plain", with_log=False, sessions=6)
     logged = await damage.make(tmp_path / "logged", with_log=True, sessions=6)
 
-    def flipped(base: Path) -> None:
+    def flipped(base: Path, at: int) -> None:
+        """Of the first frame: SQLite believes none that follows."""
         path = base / "h.db-wal"
         written = bytearray(path.read_bytes())
-        written[32 + 24 + 2000] ^= 1  # of the first page: SQLite believes none that follows
+        written[32 + at] ^= 1
         path.write_bytes(written)
 
     cases: dict[str, tuple[Any, Callable[[Path], object]]] = {
@@ -40,7 +41,8 @@ async def test_damage_to_any_part_costs_no_sound_record(tmp_path: Path) -> None:
     }
     assert {"sessions", "records", "requests", "marks", "sessions_newest"} <= set(cases)
     cases["cut"] = logged, lambda base: os.truncate(base / "h.db", 0)
-    cases["log"] = logged, flipped
+    cases["log"] = logged, partial(flipped, at=24 + 2000)
+    cases["salt"] = logged, partial(flipped, at=8)
     lost = {
         name: (await damage.one_of(made, ruin, tmp_path / name)).what for name, (made, ruin) in cases.items()
     }
