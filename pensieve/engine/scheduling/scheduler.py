@@ -380,7 +380,8 @@ class Scheduler:
     def _without_mask(self) -> set[Request]:
         """Return the running requests that wait for a mask. Ask once in a plan: a thread may complete one meanwhile,
         for whose request the plan has made no room."""
-        return {one for one in self._running.requests if one.decoding and not self._has_mask(one)}
+        following = [one for one in self._running.requests if one.sampling.grammar is not None]
+        return {one for one in following if one.decoding and not self._has_mask(one)}
 
     def _has_mask(self, request: Request) -> bool:
         """Whether the request's next token can be chosen in this step, as far as its mask is concerned."""
