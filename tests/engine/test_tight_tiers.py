@@ -213,18 +213,18 @@ plan was still saving, although its source was to compute them again (3,000,898)
 
 
 COMBINED = [
-    ("state", 30_040_016, False, False),
-    ("full", 30_040_089, False, False),
+    ("state", 30_710_013, True, False),
+    ("full", 30_710_034, False, True),
     ("full", 30_091_885, False, False),
     ("full", 30_101_113, False, False),
     ("full", 30_400_018, False, True),
-    ("full", 30_400_059, False, False),
+    ("full", 30_720_087, False, False),
 ]
-"""The same with ``more``. A mask that came while a plan was made let its request decode without a page (30,040,016). A
+"""The same with ``more``. A mask that came while a plan was made let its request decode without a page (30,710,013). A
 request that waited for its mask had not begun to compute what the next one, admitted in the same plan, then computed
-for both (30,040,089). Without unified batches, a plan admitted a request that waited for its mask, and then suspended
+for both (30,710,034). Without unified batches, a plan admitted a request that waited for its mask, and then suspended
 it, whose pages it loaded (30,091,885), or one with drafts, whose step ran (30,101,113). Drafts were given what decodes
-(30,400,018), or prefills with what another tenant had left over (30,400,059), had taken of the budget."""
+(30,400,018), or prefills with what another tenant had left over (30,720,087), had taken of the budget."""
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,8 @@ class Scheduler:
     def _without_mask(self) -> set[Request]:
         """Return the running requests that wait for a mask. Ask once in a plan: a thread may complete one meanwhile,
         for whose request the plan has made no room."""
-        return {one for one in self._running.requests if one.decoding and not self._has_mask(one)}
+        following = [one for one in self._running.requests if one.sampling.grammar is not None]
+        return {one for one in following if one.decoding and not self._has_mask(one)}
 
     def _has_mask(self, request: Request) -> bool:
         """Whether the request's next token can be chosen in this step, as far as its mask is concerned."""
@@ -451,12 +452,7 @@ class Scheduler:
             if request.receipt is None:
                 self.admitted.append(request)
             for one in self._running.admit(request, now):
-                # With more than its newest token missing it begins, mask or not: the next request may share the rest.
-                if (
-                    remaining > 0
-                    and (not one.decoding or self._has_mask(one))
-                    and not (self.cache.two_groups and one.waits_for_leader)
-                ):
+                if remaining > 0 and not (self.cache.two_groups and one.waits_for_leader):
                     remaining -= self._take(work, one, remaining, now)
         return budget - remaining
 
@@ -483,8 +479,11 @@ class Scheduler:
         """Take up to ``budget`` of a request's missing tokens into this plan; return their number.
 
         A restore that has begun is completed before another of its tenant begins. So a request admitted later
-        never waits for KV that a third one has begun to compute and not finished.
+        never waits for KV that a third one has begun to compute and not finished. A request that waits for its mask
+        leaves out its newest token alone, whose KV no other shares.
         """
+        if not self._has_mask(request):
+            budget = min(budget, request.num_missing - 1)
         ranges = request.take_missing(self.cache.reach(request.session, budget))
         taken = 0
         for start, end in ranges:
