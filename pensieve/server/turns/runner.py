@@ -291,7 +291,7 @@ class TurnRunner:
             run, base, prepared, answer, keep_items=keep, numerics=self._link.info.numerics
         )
         if base.config.binding is None:
-            record = replace(record, config=self._served.bound(base.config))
+            record = msgspec.structs.replace(record, config=self._served.bound(base.config))
         _, is_ours = await self._transcript.append(
             run.key, base, record, functools.partial(self._commit, run, record)
         )
