@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,12 @@ def forgetful(rig: Rig) -> None:
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> HistoryStore:
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HistoryStore]:
     url = {"memory": "memory:", "sqlite": f"sqlite:///{tmp_path / 'history.db'}"}[request.param]
     made = open_store(url)
     await made.open()
-    return made
+    yield made
+    await made.close()
 
 
 async def test_the_first_turn_of_a_session_that_was_made_here_reads_no_log(
@@ -89,7 +91,6 @@ async def test_an_early_turn_costs_the_same_in_any_log(
             await rig.api.FindTurn(pb.FindTurnRequest(mark="the-beginning"))
             costs.append((got, retried, decoded.since()))
         assert costs[0] == costs[1] and max(costs[0]) <= 2
-    await store.close()
 
 
 async def test_the_last_of_many_choices_is_found_in_few_looks(
@@ -109,7 +110,6 @@ async def test_the_last_of_many_choices_is_found_in_few_looks(
         await rig.run(name, "next")
         again = (await rig.api.GetTurn(pb.GetTurnRequest(session=name, request_id=turn.request_id))).turn
         assert again == chosen
-    await store.close()
 
 
 async def test_pages_of_a_revision_that_has_passed_are_not_read_again(
@@ -130,7 +130,6 @@ async def test_pages_of_a_revision_that_has_passed_are_not_read_again(
         pages = await asyncio.gather(*(rig.api.ListItems(page) for _ in range(8)))
         assert all(one == rest for one in pages)
         assert decoded.since() <= 2 * 6, "the log is read once for the session and once for the revision"
-    await store.close()
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 3)), max_size=12))
@@ -165,4 +164,3 @@ async def test_what_is_known_of_a_log_is_not_read_again(
         assert decoded.since() > 6, "it has to read all of it"
         await one.stream(name, spec("again"))
         assert decoded.since() <= 3
-    await store.close()
