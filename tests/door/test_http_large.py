@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -155,12 +156,45 @@ def test_the_collector_rests_only_while_a_large_body_is_decoded(monkeypatch: pyt
     seen: list[bool] = []
     decode = bodies.msgspec.json.decode
     monkeypatch.setattr(bodies.msgspec.json, "decode", asked)
+    gc.enable()  # commands that an earlier test called in this process may have left it off
     for data in (b'{"input": "hi"}', json.dumps({"input": "hi", **FILLING}).encode()):
         bodies._decode(data, ResponseRequest, ResponseRequest.validated)
         assert gc.isenabled()
     with pytest.raises(HttpFailure):
         bodies._decode(b'{"input":' * bodies.SMALL_BYTES, ResponseRequest, ResponseRequest.validated)
     assert gc.isenabled() and seen == [True, False, False]
+
+
+def test_two_large_bodies_at_once_leave_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread looks while the first one has it off, and switches it off when the first has it on again."""
+    data, decode = json.dumps({"input": "hi", **FILLING}).encode(), bodies.msgspec.json.decode
+    looked, ended = threading.Event(), threading.Event()
+
+    def is_enabled() -> bool:
+        if threading.current_thread() is second:
+            looked.set()
+        return gc.isenabled()
+
+    def disable() -> None:
+        assert threading.current_thread() is not second or ended.wait(20)
+        gc.disable()
+
+    def decode_first(data: bytes, **options: Any) -> Any:
+        if threading.current_thread() is not second:
+            second.start()
+            looked.wait(0.2)
+        return decode(data, **options)
+
+    second = threading.Thread(target=bodies._decode_without_gc, args=(data, ResponseRequest))
+    monkeypatch.setattr(
+        bodies, "gc", SimpleNamespace(isenabled=is_enabled, disable=disable, enable=gc.enable)
+    )
+    monkeypatch.setattr(bodies.msgspec.json, "decode", decode_first)
+    gc.enable()
+    bodies._decode_without_gc(data, ResponseRequest)
+    ended.set()
+    second.join(20)
+    assert gc.isenabled()
 
 
 def test_names_are_those_that_stand_in_histories() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -40,8 +41,10 @@ def forked(*dropped: str) -> list[str]:
     """The lines of the program, whose child lets go of the globals ``dropped`` before it ends."""
     with FakeServerThread() as server:
         command = [sys.executable, "-P", "-c", PROGRAM, server.target, *dropped]
+        # Commands that an earlier test called in this process have switched gRPC's handling of forks off.
+        env = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
         # The limit is for a child that hangs, which is what this is about.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=env)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout.splitlines()

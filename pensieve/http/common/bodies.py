@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -247,16 +248,22 @@ def _decode(data: bytes, kind: type[T], convert: Callable[[T], R]) -> R:
     return found
 
 
+_WITHOUT_GC: Final = threading.Lock()
+"""One thread at a time: a second one would find collection off, and leave it so. Decoding holds the interpreter
+anyway."""
+
+
 def _decode_without_gc(data: bytes, kind: type[T]) -> T:
     """Decode with garbage collection off. Nothing in a growing document is garbage yet; collections would take
     most of the time, during which no other thread runs."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        return msgspec.json.decode(data, type=kind)
-    finally:
-        if was_on:
-            gc.enable()
+    with _WITHOUT_GC:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return msgspec.json.decode(data, type=kind)
+        finally:
+            if was_on:
+                gc.enable()
 
 
 def _validation_failure(message: str) -> HttpFailure:
