@@ -43,10 +43,8 @@ _REFUSES_WRITES = ("MISCONF", "OOM")
 _FORBIDDEN = ("unknown command", "ACL failure in script", "can't run this command")
 _PASSING = (
     *("BUSY", "NOREPLICAS", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN", "CLUSTERDOWN", "ASK"),
-    *(
-        "WAIT cannot be used with replica",
-        "UNBLOCKED",
-    ),  # of a primary that became a replica, before WAIT or in it
+    # The primary became a replica before WAIT, or while it waited.
+    *("WAIT cannot be used with replica", "UNBLOCKED"),
 )
 _PASSING_TYPES = (
     exceptions.ConnectionError,

@@ -30,7 +30,7 @@ async def test_damage_to_any_part_costs_no_sound_record(tmp_path: Path) -> None:
     logged = await damage.make(tmp_path / "logged", with_log=True, sessions=6)
 
     def flipped(base: Path, at: int) -> None:
-        """Of the first frame: SQLite believes none that follows."""
+        """Flip a bit at ``at`` of the log's first frame: SQLite then believes no frame after it."""
         path = base / "h.db-wal"
         written = bytearray(path.read_bytes())
         written[32 + at] ^= 1

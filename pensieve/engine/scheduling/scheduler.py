@@ -218,10 +218,8 @@ class Scheduler:
             plan = self._plan_two_groups(work, memory)
         else:
             plan = self._plan_one_group(work, drafts, memory)
-        if plan.is_empty:
-            self._remove_ended(
-                now
-            )  # a warm-up that found all of its context: no step ends that could remove it
+        if plan.is_empty:  # a warm-up may have found all of its context: no step ends that could remove it
+            self._remove_ended(now)
         return plan
 
     def on_launched(self, plan: Plan) -> None:
