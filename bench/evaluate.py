@@ -222,7 +222,7 @@ def _floats(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "names", nargs=-1, required=True, metavar="NAME...", type=click.Choice(list(experiments(FULL)))
 )
 @click.option("--devices", "device_names", metavar="0,1,…",
-              help="GPUs by number, or `cpu`. Default: 0, with --small cpu.")  # fmt: skip
+              help="GPUs by number, or `cpu`; 0+1: both for one server. Default: 0, with --small cpu.")  # fmt: skip
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="FOLDER",
               help="Is made.")  # fmt: skip
 @click.option("--rates", callback=_floats, metavar="R,R,…", help="In place of those of the table.")

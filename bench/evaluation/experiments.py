@@ -58,6 +58,8 @@ STATELESS = ("--stateless", *NO_HOST_TIER)
 them again."""
 PEER_OPTIONS = {"qwen3next": ("--gdn-prefill-backend", "triton")}
 """Family → vLLM's options for it. Its default on Hopper, FlashInfer's kernel, is compiled when it is first used."""
+PEER_FUSIONS = '{{"pass_config": {{"fuse_allreduce_rms": false}}}}'
+"""On several GPUs this fusion needs a compiler at its start, and gains nothing at two (vLLM's pull request 22086)."""
 OFFLOAD_COMPILE_S, OFFLOAD_PIN_S = 35.0, 0.7
 """Guesses: with offload vLLM's start takes so much longer the first time, and for each GiB that it pins."""
 
@@ -115,7 +117,8 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     command = (
         "{python}", "-P", "-m", "pensieve", "serve", "--model", "{model}", "--listen", "127.0.0.1:0",
         "--admin", "127.0.0.1:0", "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy",
-        *scale.serve, "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
+        *scale.serve, *(("--tensor-parallel", str(scale.gpus)) if scale.gpus > 1 else ()),
+        "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
         "--host-cache", scale.host_tier, *arguments,
     )  # fmt: skip
     host_bytes = 0 if command[-2:] == NO_HOST_TIER else scale.host_bytes
@@ -136,6 +139,7 @@ def vllm(
         "--max-num-seqs", "512", "--max-num-batched-tokens", "8192", "--kv-cache-memory-bytes",
         str(scale.device_bytes), "--host", "127.0.0.1", "--port", "{port}", "--disable-uvicorn-access-log",
         "--enable-prompt-tokens-details", *arguments, *(offload(host_bytes) if offload else ()),
+        *(("--tensor-parallel-size", str(scale.gpus), "--compilation-config", PEER_FUSIONS) if scale.gpus > 1 else ()),
     )  # fmt: skip
     start_up_s = scale.start_up_s[1] + (
         OFFLOAD_COMPILE_S + OFFLOAD_PIN_S * host_bytes / GIB if offload else 0.0
@@ -172,9 +176,9 @@ def _workload(
 
 
 def _systems(scale: Scale) -> Iterable[Experiment]:
-    """The paper's Figure 10 with today's peer, and the same with hybrid models."""
+    """The paper's Figures 10 and 11 with today's peer, and the same with hybrid models."""
     shorts = {"gqa": "13b", "opt": "opt13b"}
-    models = {"gqa": scale.shape(scale.gqa_heads), "opt": scale.opt, **scale.hybrids}
+    models = {"gqa": scale.shape(scale.gqa_heads), "opt": scale.opt, **scale.others}
     for (family, dataset), rates in scale.rates.items():
         model = models[family]
         yield Experiment(

@@ -44,7 +44,7 @@ class Device:
     """A part of the machine: one GPU, or none, and cores that no other device has."""
 
     name: str
-    """Number of a GPU; ``cpu``: no GPU."""
+    """Number of a GPU, or several with ``+`` between them; ``cpu``: no GPU."""
     cores: tuple[int, ...]
 
 
@@ -147,7 +147,7 @@ async def _replay(
     """Exit status; None: ``tick`` said to stop. When stopped the replay is interrupted, which ends its server."""
     environment = os.environ | {
         MARK: mark,
-        "CUDA_VISIBLE_DEVICES": "" if device.name == "cpu" else device.name,
+        "CUDA_VISIBLE_DEVICES": "" if device.name == "cpu" else device.name.replace("+", ","),
     }
     with (scratch / "replay.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(

@@ -93,14 +93,14 @@ class Scale:
     """Shape of the model with grouped KV heads, without their number."""
     gqa_heads: int
     opt: str
-    hybrids: Mapping[str, str]
-    """Family → shape, of models whose layers differ."""
+    others: Mapping[str, str]
+    """Family → shape, of other models."""
     serve: tuple[str, ...]
     """Options of every Pensieve server."""
     device_tier: str
     host_tier: str
     device_bytes: int
-    """The same size for peers, who take bytes."""
+    """The same size for peers, who take bytes, on each GPU."""
     host_bytes: int
     rates: Mapping[tuple[str, str], Rates]
     """(family of the model, dataset) → what is offered."""
@@ -113,15 +113,20 @@ class Scale:
     """Guesses: Pensieve, vLLM."""
     gibibytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Family → GiB of its device and host tiers, where the others' do not fit beside its weights."""
+    divided: Mapping[str, int] = field(default_factory=dict)
+    """Family → GPUs of one server, where one does not hold its weights; ``gibibytes`` are those of all together."""
+    gpus: int = 1
 
     def of(self, family: str) -> Scale:
         """The scale with the tiers of ``family``."""
         if family not in self.gibibytes:
             return self
         device, host = self.gibibytes[family]
+        gpus = self.divided.get(family, 1)
         return replace(
             self, device_tier=f"{device}GiB", host_tier=f"{host}GiB",
-            device_bytes=device * GIB, host_bytes=host * GIB,
+            device_bytes=device * GIB // gpus, host_bytes=host * GIB, gpus=gpus,
+            start_up_s=(self.start_up_s[0] * (2 * gpus - 1), self.start_up_s[1] * (2 * gpus - 1)),
         )  # fmt: skip
 
     def shape(self, kv_heads: int) -> str:
@@ -131,16 +136,17 @@ class Scale:
 GIB = 1 << 30
 FULL = Scale(
     gqa="llama-2-13b", gqa_heads=10, opt="opt-13b",
-    hybrids={"gemma3": "gemma-3-12b", "qwen3next": "qwen3-next-20b"},
+    others={"70b": "llama-2-70b", "gemma3": "gemma-3-12b", "qwen3next": "qwen3-next-20b"},
     serve=("--device", "cuda", "--dtype", "bfloat16", "--max-running", "512", "--max-batch-tokens", "8192"),
     device_tier="40GiB", host_tier="32GiB", device_bytes=40 * GIB, host_bytes=32 * GIB,
     # One GPU of 80 GB holds these beside 22 and 40 GiB of weights.
-    gibibytes={"gemma3": (32, 32), "qwen3next": (20, 20)},
+    gibibytes={"70b": (80, 64), "gemma3": (32, 32), "qwen3next": (20, 20)}, divided={"70b": 2},
     rates={
         ("gqa", "sharegpt"): Rates((26, 20, 23), (17, 15, 13), (7, 10), (20, 17, 23)),
         ("gqa", "ultrachat"): Rates((33, 25, 29), (26, 22, 19), (13, 19), (24, 27, 21)),
         ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (12, 8)),
         ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (11, 7)),
+        ("70b", "sharegpt"): Rates((17, 14, 19, 21), (11, 14), (4, 5), (12, 14, 17)),
         # Guesses, not measured: the first run of these two shows where each system ends.
         ("gemma3", "sharegpt"): Rates((20, 16, 24), (14, 11, 17), (8, 6), (16, 12, 20)),
         ("qwen3next", "sharegpt"): Rates((8, 4, 16), (8, 4, 16), (8, 4), (16, 8, 24)),
@@ -154,14 +160,14 @@ FULL = Scale(
 )  # fmt: skip
 SMALL = Scale(
     gqa="tiny-llama", gqa_heads=2, opt="tiny-llama-gqa8",
-    hybrids={"gemma3": "tiny-gemma-3", "qwen3next": "tiny-qwen3-next"},
+    others={"70b": "tiny-llama-gqa8", "gemma3": "tiny-gemma-3", "qwen3next": "tiny-qwen3-next"},
     serve=("--device", "cpu", "--threads", "1"),
     device_tier="2048tokens", host_tier="2048tokens", device_bytes=8 << 20, host_bytes=8 << 20,
     rates={
         (family, data): Rates((6, 3), (6, 3), (4, 2))
         for family, data in (
             ("gqa", "sharegpt"), ("gqa", "ultrachat"), ("opt", "sharegpt"), ("opt", "ultrachat"),
-            ("gemma3", "sharegpt"), ("qwen3next", "sharegpt"),
+            ("70b", "sharegpt"), ("gemma3", "sharegpt"), ("qwen3next", "sharegpt"),
         )
     },
     bits={data: BitRates(*[(6, 3)] * 5) for data in ("sharegpt", "ultrachat")},

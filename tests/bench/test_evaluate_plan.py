@@ -48,15 +48,16 @@ def all_lines(scale: str = "FULL") -> list[Any]:
     return [line for experiment in found.values() for line in experiment.lines]
 
 
-def option(command: tuple[str, ...], name: str) -> str:
-    """The value that counts: the last."""
-    return command[len(command) - 1 - command[::-1].index(name) + 1]
+def option(command: tuple[str, ...], name: str, otherwise: str = "") -> str:
+    """The value that counts: the last; ``otherwise`` where there is none."""
+    given = [value for word, value in pairwise(command) if word == name]
+    return given[-1] if given else otherwise
 
 
 def test_the_issue_is_covered() -> None:
     found = table().experiments(scales().FULL)
     systems = {f"systems-{model}-{data}" for model in ("13b", "opt13b") for data in ("sharegpt", "ultrachat")}
-    systems |= {"systems-gemma3-sharegpt", "systems-qwen3next-sharegpt"}
+    systems |= {f"systems-{family}-sharegpt" for family in ("70b", "gemma3", "qwen3next")}
     ablations = ("tiers", "policy", "unified", "swap-in", "swap-out", "chunk", "think", "kv-heads")
     bits = {"bits-13b-sharegpt", "bits-13b-ultrachat"}
     assert set(found) == systems | bits | {f"ablate-{name}" for name in ablations}
@@ -93,17 +94,19 @@ def test_every_policy_and_chunk_size_is_compared() -> None:
 @pytest.mark.parametrize("scale", SCALES)
 def test_all_systems_of_an_experiment_have_the_same_memory(scale: str) -> None:
     whole = getattr(scales(), scale)
-    families = {shape: family for family, shape in whole.hybrids.items()}
+    families = {shape: family for family, shape in whole.others.items()}
     per_token = whole.device_bytes // parse_cache_size(whole.device_tier, 1) if scale == "SMALL" else 1
     for line in all_lines(scale):
         command, limits = line.system.command, whole.of(families.get(line.model, ""))
         if command[0] == "vllm":
             assert int(option(command, "--kv-cache-memory-bytes")) == limits.device_bytes
+            assert option(command, "--tensor-parallel-size", "1") == str(limits.gpus)
             if "--kv-offloading-size" in command:
                 assert float(option(command, "--kv-offloading-size")) * 2**30 == limits.host_bytes
         else:
             device = parse_cache_size(option(command, "--device-cache"), 1) * per_token
-            assert device == limits.device_bytes
+            assert device == limits.device_bytes * limits.gpus
+            assert option(command, "--tensor-parallel", "1") == str(limits.gpus)
             host = parse_cache_size(option(command, "--host-cache"), 1) * per_token
             assert host == line.system.host_bytes and host in (limits.host_bytes, 0)
             assert not (host and "--stateless" in command), "a peer without cache has no host memory either"
