@@ -237,6 +237,7 @@ def test_gemma3_published_with_few_fields(tmp_path: Path) -> None:
         ("mistral3", {"text_config": {"model_type": "llama"}}, 'model_type of text_config is "llama"'),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0"),
+        ("gemma3", {"text_config": {"final_logit_softcapping": 5.0}}, "final_logit_softcapping is 5.0"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm true"),
         ("cohere2", {"logit_scale": 0.0}, "logit_scale is 0.0"),
         ("cohere2", {"layer_types": ["chunked_attention"] * 3}, "layer_types has chunked_attention"),

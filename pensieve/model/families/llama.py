@@ -235,10 +235,10 @@ def read_gemma3_text(config: Config, generation: Config) -> Arch:
 def _gemma3(family: str, config: Config, generation: Config, *, complete: bool) -> Arch:
     parsed = parsed_config(family, config, "intermediate_size", complete=complete)
     fields = _fields(family, parsed, config, generation, "hidden_activation")
-    if parsed.attn_logit_softcapping is not None:
-        raise ModelError(
-            f"attn_logit_softcapping is {parsed.attn_logit_softcapping}, which transformers ignores"
-        )
+    ignored = ["attn_logit_softcapping"] + ["final_logit_softcapping"] * (family == "gemma3")
+    for name in ignored:
+        if getattr(parsed, name) is not None:
+            raise ModelError(f"{name} is {getattr(parsed, name)}, which transformers ignores")
 
     def rope(kind: str) -> Rope:
         return read_rope(parsed, fields["head_dim"], kind)
