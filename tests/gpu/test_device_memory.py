@@ -23,7 +23,7 @@ from support.engine.slow_hybrid import make_pools
 from support.engine.slow_lanes import make_engine
 from support.engine.worker_driver import EVERYTHING, logprobs, random_tokens
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
 MIB = 1 << 20
 
 

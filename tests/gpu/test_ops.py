@@ -68,6 +68,7 @@ def test_pages(page: int) -> None:
     check_heads(head_case(200, page=page, dim=128, norm=True, dtype=torch.bfloat16, device="cuda"))
 
 
+@pytest.mark.whole_device
 def test_pool_beyond_2_to_the_31_elements() -> None:
     pages = 30_000
     pool = torch.zeros(pages, 2, 10, 32, 128, dtype=torch.bfloat16, device="cuda")
@@ -101,6 +102,7 @@ def test_activations(kind: Activation, gated: bool, dtype: torch.dtype) -> None:
         check_activation(tokens, inner, gated, kind, dtype=dtype, device="cuda")
 
 
+@pytest.mark.whole_device
 def test_steps_beyond_2_to_the_31_elements() -> None:
     up = torch.zeros(80_000, 27648, dtype=torch.bfloat16, device="cuda")
     up[-2:] = torch.randn(2, 27648, device="cuda")

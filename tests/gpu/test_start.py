@@ -21,7 +21,7 @@ from pensieve.model.folder import load_arch
 from pensieve.model.weights import Weights, load_weights, tensors_of, weight_bytes
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
 CUDA = torch.device("cuda")
 CONFIG = {
     "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "hidden_size": 4096, "num_hidden_layers": 2,
