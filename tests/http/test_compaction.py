@@ -54,7 +54,9 @@ async def test_a_conversation_goes_on_from_its_compaction_item() -> None:
         )
         assert "Be brief." not in context_of(rig) and LONG not in context_of(rig)
         await ask(rig, input="And?", previous_response_id=third.id, instructions="Be long.")
-        assert f"Be long.\n\n{BEFORE}They fought." in context_of(rig), "new instructions keep the summary"
+        assert f"Be long.\n\nBe rude.\n\n{BEFORE}They fought." in context_of(rig), (
+            "new instructions keep the rest"
+        )
         before = await sessions(rig)
         again = [*given, *(one.to_dict() for one in second.output), {"role": "user", "content": "So?"}]
         await ask(rig, input=again)

@@ -79,6 +79,39 @@ async def test_instructions_are_of_one_response() -> None:
         assert await said_in(rig, branch) == ["hi", ANSWER, "else", ANSWER]
 
 
+async def test_system_messages_of_an_input_stay_when_instructions_change() -> None:
+    system: list[Any] = [{"role": "system", "content": "\n\nBe kind."}, {"role": "user", "content": "hi"}]
+    async with door() as rig:
+        for given in (None, "", "Be brief."):
+            first = await respond(rig, system, instructions=given)
+            past = [*system, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "more"}]
+            for now in (None, "", "Be rude.", "Be brief."):
+                left = await respond(rig, "more", previous_response_id=first.id, instructions=now)
+                prompt = "\n\n".join(part for part in (now, "\n\nBe kind.") if part)
+                assert await said_in(rig, left) == [prompt, "hi", ANSWER, "more", ANSWER]
+                seen = rig.service.link.generations[-1].tokens
+                await respond(rig, past, instructions=now, store=False)
+                assert rig.service.link.generations[-1].tokens == seen, "as with the history resent"
+                further = await respond(rig, "again", previous_response_id=left.id)
+                assert (await said_in(rig, further))[0] == "\n\nBe kind."
+
+
+async def test_a_response_behind_one_in_a_conversation_has_its_instructions() -> None:
+    """The conversation's own system messages stay, and the instructions before it are not carried over."""
+    system: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    async with door() as rig:
+        for now in (None, "Be brief.", "Be rude."):
+            conversation = (await rig.client.conversations.create(items=system)).id
+            first = await respond(rig, "so", conversation=conversation, instructions="Be brief.")
+            await respond(rig, "more", previous_response_id=first.id, instructions=now)
+            seen = rig.service.link.generations[-1].tokens
+            past = [*system, *({"role": role, "content": text} for role, text in (
+                ("user", "so"), ("assistant", ANSWER), ("user", "more")
+            ))]  # fmt: skip
+            await respond(rig, past, instructions=now, store=False)
+            assert rig.service.link.generations[-1].tokens == seen
+
+
 async def test_a_resent_history_with_instructions_is_gone_on_with() -> None:
     """As agents send it. With others, or without, it is another conversation."""
     async with door() as rig:

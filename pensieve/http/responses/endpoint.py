@@ -70,10 +70,7 @@ async def compacted(door: HttpDoor, starter: ResponseStarter) -> dict[str, Any]:
 async def _instructions(starter: ResponseStarter) -> str | None:
     """Return the instructions that the context began with. They do not belong to the conversation."""
     head = ResponseId.parse(starter.body.previous_response_id or "")
-    if head is None:
-        return starter.body.instructions
-    kept = KeptResponse.from_turn(await starter.caller.client.session(head.session_id).get_turn(head.turn_id))
-    return kept.asked.instructions if kept is not None else None
+    return starter.body.instructions if head is None else await starter.prompt_instructions(head)
 
 
 async def compacted_if_long(
