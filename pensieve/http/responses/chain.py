@@ -208,8 +208,8 @@ class ResponseStarter:
         if place.changes and branch.info.revision == 1:
             changes = place.changes
             if place.head is not None and "system_prompt" in changes:
-                before = await self.prompt_instructions(place.head)
-                system = without_instructions(branch.info.system_prompt, before)
+                prompt = branch.info.system_prompt
+                system = without_instructions(prompt, await self.prompt_instructions(place.head, prompt))
                 changes = {**changes, "system_prompt": with_instructions(system, self.body.instructions)}
             with contextlib.suppress(Aborted):  # Another try has made the changes.
                 await branch.update(**changes, expected_revision=1)
@@ -295,9 +295,9 @@ class ResponseStarter:
             changes["overflow"] = "drop_oldest_turns" if self.body.drops_oldest else "reject"
         return changes
 
-    async def prompt_instructions(self, head: ResponseId) -> str | None:
-        """Return the instructions that the system prompt of this response's session begins with. They hold for one
-        response; what follows them in the prompt are system messages, which belong to the conversation. Raises
+    async def prompt_instructions(self, head: ResponseId, prompt: str) -> str | None:
+        """Return the instructions with which ``prompt`` begins, the system prompt of this response's session. They
+        hold for one response. What follows them are system messages, which belong to the conversation. Raises
         HttpFailure for a response that is gone."""
         if conversation_id(head.session_id):
             return None
@@ -306,7 +306,9 @@ class ResponseStarter:
         except NotFound:
             raise _unknown_response(str(self.body.previous_response_id)) from None
         kept = KeptResponse.from_turn(turn)
-        return kept.asked.instructions if kept is not None else None
+        if kept is None:  # of an older release: its instructions are not told from system messages
+            return prompt if head.instructions else None
+        return kept.asked.instructions
 
     def _frame(self, session: AsyncSession) -> SessionChanges:
         """Return the settings of a conversation that this response replaces."""
