@@ -387,7 +387,7 @@ class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):
         try:
             data = base64.b64decode((content or "").removeprefix(_COMPACTED), b"-_", validate=True)
             context = msgspec.json.decode(data, type=cls)
-        except (binascii.Error, ValueError) as error:
+        except (binascii.Error, ValueError, RecursionError) as error:
             raise invalid_field(param, "was not made by such a server: send the messages instead") from error
         if not context.summary.strip():
             raise invalid_field(param, "has no summary")
