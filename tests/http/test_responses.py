@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
@@ -12,7 +13,7 @@ import pytest
 from openai import APIStatusError, BadRequestError, ConflictError, NotFoundError
 
 from pensieve.http.common import bodies
-from pensieve.http.responses.ids import ResponseId
+from pensieve.http.responses.ids import ResponseId, instructions_digest
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
 from support.service.service_rig import ANSWER
@@ -94,6 +95,23 @@ async def test_system_messages_of_an_input_stay_when_instructions_change() -> No
                 assert rig.service.link.generations[-1].tokens == seen, "as with the history resent"
                 further = await respond(rig, "again", previous_response_id=left.id)
                 assert (await said_in(rig, further))[0] == "\n\nBe kind."
+
+
+async def test_instructions_are_told_apart_by_more_than_four_bytes() -> None:
+    one, other = (f"Answer in style {number}." for number in (23961, 83668))
+    assert instructions_digest(one, size=4) == instructions_digest(other, size=4)
+    assert instructions_digest("x\0False\0[]") != instructions_digest("x", "[]")
+    async with door() as rig:
+        first = await respond(rig, "hi", instructions=one)
+        second = await respond(rig, "again", previous_response_id=first.id, instructions=other)
+        assert (await said_in(rig, second))[0] == other
+        # An id of an earlier release is valid.
+        found = ResponseId.parse(first.id)
+        assert found is not None and ResponseId.parse(str(found)) == found
+        old = replace(found, instructions=instructions_digest(one, size=4))
+        assert ResponseId.parse(str(old)) == old
+        same = await respond(rig, "more", previous_response_id=str(old), instructions=one)
+        assert await said_in(rig, same) == await said_in(rig, first) == [one, "hi", ANSWER, "more", ANSWER]
 
 
 async def test_a_response_behind_one_in_a_conversation_has_its_instructions() -> None:

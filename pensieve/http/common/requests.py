@@ -281,7 +281,7 @@ def _check(found: Fields, kind: type[msgspec.Struct], path: str) -> None:
             )
         try:
             is_default = msgspec.json.decode(raw) in ACCEPTED_VALUES.get(name, ())
-        except msgspec.DecodeError:  # a number beyond what is read as one, such as 1e400
+        except msgspec.DecodeError:  # a number that no float holds, such as 1e400
             is_default = False
         if not is_default:
             raise unsupported_field(param, refused[name])

@@ -288,7 +288,7 @@ class ResponseStarter:
         changes: SessionChanges = {}
         # A conversation's own settings are without those of its responses.
         kept = b"" if conversation_id(head.session_id) else head.instructions
-        if instructions_digest(self.body.instructions, self.use.text) != kept:
+        if instructions_digest(self.body.instructions, self.use.text, len(kept) or 16) != kept:
             changes["system_prompt"] = self.body.instructions or ""
             changes["tools"] = self.use.text
         if self.body.drops_oldest is not head.drops_oldest:
