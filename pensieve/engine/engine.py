@@ -318,6 +318,7 @@ class Engine:
         occupancy = self._cache.occupancy()
         totals = self._totals
         memory = self._memory(0)
+        held = self._cache.shares.tokens_if_due(self._clock())
         return Stats(
             steps_total=totals.steps,
             running=len(self._scheduler.running),
@@ -351,7 +352,8 @@ class Engine:
             last_step_seconds=totals.last_step_seconds,
             last_batch_tokens=totals.last_batch_tokens,
             part_seconds_total=dict(totals.parts),
-            held=self._cache.shares.tokens_if_due(self._clock()),
+            held=held,
+            computed_ahead=None if held is None else dict(self._scheduler.computed_ahead),
         )
 
     def check(self) -> None:

@@ -305,6 +305,8 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     steps)."""
     held: dict[str, tuple[int, int]] | None = None
     """Tokens that each tenant's pages have room for, (device, host). None: as before; sent about twice a second."""
+    computed_ahead: dict[str, int] | None = None
+    """Tokens that warm-ups have computed since start, by tenant. Sent with ``held``."""
 
 
 Event = (

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pensieve.core import TenantQos
+from pensieve.engine.messages import Stats
 from pensieve.errors import DeadlineExceeded, PensieveError, ResourceExhausted
 from pensieve.server.keys import TenantLimits, TenantTable, quota_exceeded
 from pensieve.server.values import NewTurn
@@ -92,19 +93,19 @@ class AdmissionTicket:
 
 
 class AdmissionGate:
-    """Admission control of one front end. Used on one event loop. ``queued``: requests that the engine has queued."""
+    """Admission control of one front end. Used on one event loop. ``stats``: as the engine reported them last."""
 
     def __init__(
         self,
         limits: GateLimits,
         tenants: TenantTable,
-        queued: Callable[[], int],
+        stats: Callable[[], Stats],
         clock: Callable[[], float],
         rng: random.Random | None = None,
     ) -> None:
         self._limits = limits
         self._tenants = tenants
-        self._queued = queued
+        self._stats = stats
         self._clock = clock
         self._rng = rng or random.Random()
         self._speed = DrainRate(clock())
@@ -150,6 +151,7 @@ class AdmissionGate:
         now, ticket = self._clock(), self._ticket(tenant, spec)
         limits, queued = self._tenants.limits(tenant), self._backlog.tokens_of(tenant)
         account = self._accounts.get(tenant) or Account(tenant, now)
+        self._charge_warm_ups(account, now)
         exceeded = account.refusal(limits, queued, ticket.tokens, ticket.work, now)
         if exceeded is not None:
             return exceeded
@@ -166,6 +168,20 @@ class AdmissionGate:
                 retry_after_s=self._retry_s(ticket, wait - most, now),
             )
         return None
+
+    def may_warm(self, tenant: str) -> bool:
+        """Whether the tenant's tokens per minute leave some for a warm-up. The tokens that it computes are charged when
+        the engine has reported them."""
+        limit = self._tenants.limits(tenant).tokens_per_minute
+        if limit is None:
+            return True
+        now = self._clock()
+        account = self._accounts.setdefault(tenant, Account(tenant, now))
+        self._charge_warm_ups(account, now)
+        if account.minute.wait_s(1, limit, now) > 0:
+            return False
+        account.warmed_at = now
+        return True
 
     @property
     def max_wait_s(self) -> float:
@@ -240,16 +256,27 @@ class AdmissionGate:
 
     @property
     def _loaded(self) -> bool:
-        return self._queued() > 0 or self._backlog.turns > BURST
+        return self._stats().queued > 0 or self._backlog.turns > BURST
 
     def _tick(self) -> None:
         self._speed.advance(self._clock(), loaded=self._was_loaded)
         # Work that begins on an idle engine fills its batch at once and tells nothing about the drain rate.
-        self._was_loaded = self._queued() > 0 or self._backlog.turns > 4 * BURST
+        self._was_loaded = self._stats().queued > 0 or self._backlog.turns > 4 * BURST
 
     def _stop_waiting(self, ticket: AdmissionTicket) -> None:
         ticket.waits = False
         self._backlog.add(ticket.tenant, -1, -ticket.tokens, -ticket.work)
+
+    def _charge_warm_ups(self, account: Account, now: float) -> None:
+        """Charge the tokens that warm-ups have computed since the last call, as of the last warm-up."""
+        limit = self._tenants.limits(account.tenant).tokens_per_minute
+        total = (self._stats().computed_ahead or {}).get(account.tenant, 0)
+        # Another engine begins to count at 0.
+        new = total - account.warmed_tokens if total >= account.warmed_tokens else total
+        account.warmed_tokens = total
+        if new and limit is not None:
+            paid_off = (now - account.warmed_at) * limit / WINDOW_S
+            account.minute.take(max(new - paid_off, 0.0), limit, now)
 
     def _charge(self, ticket: AdmissionTicket, work: float) -> None:
         limit = self._tenants.limits(ticket.tenant).tokens_per_minute
@@ -433,9 +460,12 @@ class TokenBucket:
 
 class Account:
     def __init__(self, tenant: str, now: float) -> None:
-        self._tenant = tenant
+        self.tenant = tenant
         self.turns = 0
         self.minute = TokenBucket(now)
+        self.warmed_at = 0.0
+        self.warmed_tokens = 0
+        """Tokens that the tenant's warm-ups had computed when they were charged last."""
 
     def refusal(
         self, limits: TenantLimits, queued: int, tokens: int, work: float, now: float
@@ -444,16 +474,16 @@ class Account:
         ``tokens``: the turn's input. ``work``: all that it is expected to use."""
         if limits.turns_at_once is not None and self.turns >= limits.turns_at_once:
             return quota_exceeded(
-                self._tenant, "turns_at_once", f"{limits.turns_at_once} turns at once", TURN_RETRY_S
+                self.tenant, "turns_at_once", f"{limits.turns_at_once} turns at once", TURN_RETRY_S
             )
         if limits.queued_tokens is not None and queued and queued + tokens > limits.queued_tokens:
             return quota_exceeded(
-                self._tenant, "queued_tokens", f"{limits.queued_tokens} queued tokens", TURN_RETRY_S
+                self.tenant, "queued_tokens", f"{limits.queued_tokens} queued tokens", TURN_RETRY_S
             )
         if limits.tokens_per_minute is not None:
             wait = self.minute.wait_s(work, limits.tokens_per_minute, now)
             if wait > 0:
                 return quota_exceeded(
-                    self._tenant, "tokens_per_minute", f"{limits.tokens_per_minute} tokens a minute", wait
+                    self.tenant, "tokens_per_minute", f"{limits.tokens_per_minute} tokens a minute", wait
                 )
         return None

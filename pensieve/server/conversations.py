@@ -114,7 +114,7 @@ class Conversations:
         self.gate = AdmissionGate(
             GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
             tenants,
-            lambda: link.stats.queued,
+            lambda: link.stats,
             time.monotonic,
         )
         self.usage = UsageTracker(store, lambda: link.stats.held or {}, lambda: tenants.tenant_names)

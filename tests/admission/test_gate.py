@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pensieve.core import Role, SamplingDefaults
+from pensieve.engine.messages import Stats
 from pensieve.errors import PensieveError
 from pensieve.server.admission import LONGEST_RETRY_S, AdmissionGate, AdmissionTicket, GateLimits
 from pensieve.server.keys import TenantLimits, TenantTable
@@ -47,10 +48,11 @@ class Service:
         self.gate = AdmissionGate(
             GateLimits(self.max_wait_s, self.max_queued, self.max_queued_tokens),
             self.tenants,
-            lambda: self.queued,
+            lambda: Stats(queued=self.queued, computed_ahead=self.computed_ahead),
             lambda: self.now,
             random.Random(2),
         )
+        self.computed_ahead: dict[str, int] = {}
         self.waits: list[tuple[float, str, float]] = []
         """When it arrived, whose it was, and how long it waited."""
         self.refused: Counter[str] = Counter()
@@ -310,11 +312,27 @@ def learned(
     return gate.admit("a", turn(400, output=1))
 
 
+def test_tokens_that_warm_ups_compute_count() -> None:
+    service = limited(tokens_per_minute=600)
+    small = turn(0, tokens=1, output=1)
+    assert service.gate.may_warm("b") and service.gate.may_warm("a")
+    service.computed_ahead = {"a": 900}  # half a minute more than the limit
+    assert exceeded(service, small).retry_after_s == pytest.approx(30.2, abs=0.1)
+    assert not service.gate.may_warm("a") and service.gate.may_warm("b")
+    service.now += 31.0
+    assert service.gate.refusal("a", small, None) is None and service.gate.may_warm("a")
+    service.computed_ahead = {"a": 1500}
+    service.now += 60.0  # reported late: paid off since
+    assert service.gate.refusal("a", turn(0, tokens=500, output=1), None) is None
+    service.computed_ahead = {"a": 5}  # of another engine
+    assert service.gate.refusal("a", turn(0, tokens=500, output=1), None) is None
+
+
 def still_gate(queued: int = 0) -> tuple[AdmissionGate, list[float]]:
     """A gate whose clock is the one number in the list."""
     now = [0.0]
     return AdmissionGate(
-        GateLimits(2.0, 0, 0), TenantTable(), lambda: queued, lambda: now[0], random.Random(2)
+        GateLimits(2.0, 0, 0), TenantTable(), lambda: Stats(queued=queued), lambda: now[0], random.Random(2)
     ), now
 
 

@@ -101,6 +101,15 @@ async def fill(rig: Rig, name: str) -> pb.TurnSpec:
             done = turn
 
 
+async def test_beyond_its_tokens_a_minute_a_tenant_warms_nothing() -> None:
+    async with serving(tenants=table(tokens_per_minute=1)) as rig:
+        name = await rig.create()
+        warm = pb.WarmSessionRequest(session=name)
+        assert (await rig.run(name, "hi")).output.text
+        assert (await rig.api.WarmSession(warm)).refused == "busy"
+        assert_quota(await refusal(rig.run(name, "more")), "tokens_per_minute")
+
+
 async def test_stored_bytes() -> None:
     async with serving(tenants=table(max_stored_bytes=1200), context_limit=4096) as rig:
         name = await rig.create()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import SessionKey, Usage, pack_tokens
+from pensieve.core import DEFAULT_QOS, SessionKey, Usage, pack_tokens
 from pensieve.engine.cache.policy import UNKNOWN
 from pensieve.engine.messages import Evict, Warm, Warmed
 from pensieve.engine.plan import Plan
@@ -101,6 +101,7 @@ def test_what_was_dropped_is_recomputed_while_nobody_else_wants_the_machine() ->
     assert rig.warm("a").refused == ""
     rig.driver.run_until_idle()
     assert rig.on_device("a") == 23 and rig.engine.stats().warmed_total == 23
+    assert rig.engine._scheduler.computed_ahead == {DEFAULT_QOS.tenant: 23}
     assert rig.done("a", 3).gpu_cached_tokens == 23
 
 

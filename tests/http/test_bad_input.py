@@ -86,6 +86,10 @@ BAD: tuple[tuple[str, dict[str, Any] | bytes, int, str | None, str | None], ...]
     (CHAT, says("x", stream_options={"include_usage": "x"}), 400, "stream_options.include_usage", TYPE),
     (CONVERSATIONS, {"items": "x"}, 400, "items", TYPE),
     (CONVERSATIONS, {"metadata": {"a": 5}}, 400, "metadata", TYPE),
+    # Numbers that no float holds, in fields that are refused.
+    (RESPONSES, b'{"input": "hi", "session": 1e400}', 400, "session", NOT_DONE),
+    (CHAT, says("x", options={"a": 10**400}), 400, "options", NOT_DONE),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "best_of": -1e400}', 400, "best_of", NOT_DONE),
     # Fields that are missing.
     (RESPONSES, {}, 400, "input", None),
     (RESPONSES, asks(conversation={}), 400, "conversation.id", GONE),

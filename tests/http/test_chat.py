@@ -49,6 +49,19 @@ async def test_a_resent_history_is_gone_on_with() -> None:
         assert [item.text for item in items] == ["Be brief.", "hi", ANSWER, "or else", ANSWER]
 
 
+async def test_a_prompt_with_a_nul_is_no_prompt_with_a_subject() -> None:
+    async with door() as rig:
+        user: Any = {"role": "user", "content": "hi"}
+        odd: Any = {"role": "system", "content": "Be kind.\0subject\0ada"}
+        first = await say(rig, [odd, user])
+        talk: list[Any] = [user, {"role": "assistant", "content": ANSWER}, user]
+        kind: Any = {"role": "system", "content": "Be kind."}
+        second = await say(rig, [kind, *talk], extra_body={"subject": "ada"})
+        assert second.session != first.session
+        third = await say(rig, [odd, *talk])
+        assert third.session == first.session
+
+
 @pytest.mark.fault(42)
 async def test_a_resent_history_that_the_store_has_lost_is_gone_on_with_in_a_new_session() -> None:
     async with door() as rig:

@@ -54,7 +54,9 @@ async def test_a_conversation_goes_on_from_its_compaction_item() -> None:
         )
         assert "Be brief." not in context_of(rig) and LONG not in context_of(rig)
         await ask(rig, input="And?", previous_response_id=third.id, instructions="Be long.")
-        assert f"Be long.\n\n{BEFORE}They fought." in context_of(rig), "new instructions keep the summary"
+        assert f"Be long.\n\nBe rude.\n\n{BEFORE}They fought." in context_of(rig), (
+            "new instructions keep the rest"
+        )
         before = await sessions(rig)
         again = [*given, *(one.to_dict() for one in second.output), {"role": "user", "content": "So?"}]
         await ask(rig, input=again)
@@ -179,7 +181,8 @@ async def test_what_cannot_be_compacted() -> None:
     async with door() as rig:
         compact = rig.client.responses.compact
         other = base64.b64encode(b'{"summary": 1}').decode()
-        for content in ("", "gAAAAAB", "pensieve1.", f"pensieve1.{other}"):
+        deep = base64.b64encode(b'{"summary": "hm", "more": ' + b"[" * 5000 + b"]" * 5000 + b"}").decode()
+        for content in ("", "gAAAAAB", "pensieve1.", f"pensieve1.{other}", f"pensieve1.{deep}"):
             item: Any = {"type": "compaction", "encrypted_content": content}
             with pytest.raises(BadRequestError) as refused:
                 await ask(rig, input=[item, {"role": "user", "content": "hi"}])

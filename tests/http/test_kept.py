@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import tracemalloc
+import zlib
 from typing import Any
 
 import pytest
 from openai import ConflictError, NotFoundError
 
+from pensieve.client import Turn, TurnState, Usage
 from pensieve.http.responses.ids import ResponseId
 from pensieve.http.responses.objects import KeptResponse
+from pensieve.http.responses.requests import ResponseRequest
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door, opened
 
@@ -92,6 +97,26 @@ async def test_a_turn_of_before_is_told_as_well_as_it_can_be(monkeypatch: pytest
             found = await rig.client.responses.retrieve(response.id)
             assert (found.output_text, found.truncation, found.metadata) == (response.output_text, "auto", {})
             assert abs(found.created_at - response.created_at) < 60
+
+
+def test_little_that_would_become_much_is_not_read() -> None:
+    """Any caller may write the annotation over gRPC."""
+
+    def read(annotations: dict[str, str]) -> KeptResponse | None:
+        state, usage = TurnState.COMMITTED, Usage()
+        turn = Turn("s", "r", state, "", None, usage, 1, 0, 0, "", (), None, annotations=annotations)
+        return KeptResponse.from_turn(turn)
+
+    largest = KeptResponse(1, "tiny", ResponseRequest(instructions="a" * 1_000_000))
+    assert read(largest.annotations) == largest
+    bomb = zlib.compress(b'{"created": 1, "model": "' + b"a" * 100_000_000 + b'"}', 9)
+    value = "zlib:" + base64.b85encode(bomb).decode()
+    tracemalloc.start()
+    try:
+        assert read({"http.response": value}) is None
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_retry_of_what_was_not_stored_is_told_so() -> None:

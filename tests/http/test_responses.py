@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
@@ -12,7 +13,7 @@ import pytest
 from openai import APIStatusError, BadRequestError, ConflictError, NotFoundError
 
 from pensieve.http.common import bodies
-from pensieve.http.responses.ids import ResponseId
+from pensieve.http.responses.ids import ResponseId, instructions_digest
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
 from support.service.service_rig import ANSWER
@@ -77,6 +78,56 @@ async def test_instructions_are_of_one_response() -> None:
         assert (await said_in(rig, other))[0] == "Be rude."
         branch = await respond(rig, "else", previous_response_id=first.id)
         assert await said_in(rig, branch) == ["hi", ANSWER, "else", ANSWER]
+
+
+async def test_system_messages_of_an_input_stay_when_instructions_change() -> None:
+    system: list[Any] = [{"role": "system", "content": "\n\nBe kind."}, {"role": "user", "content": "hi"}]
+    async with door() as rig:
+        for given in (None, "", "Be brief."):
+            first = await respond(rig, system, instructions=given)
+            past = [*system, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "more"}]
+            for now in (None, "", "Be rude.", "Be brief."):
+                left = await respond(rig, "more", previous_response_id=first.id, instructions=now)
+                prompt = "\n\n".join(part for part in (now, "\n\nBe kind.") if part)
+                assert await said_in(rig, left) == [prompt, "hi", ANSWER, "more", ANSWER]
+                seen = rig.service.link.generations[-1].tokens
+                await respond(rig, past, instructions=now, store=False)
+                assert rig.service.link.generations[-1].tokens == seen, "as with the history resent"
+                further = await respond(rig, "again", previous_response_id=left.id)
+                assert (await said_in(rig, further))[0] == "\n\nBe kind."
+
+
+async def test_instructions_are_told_apart_by_more_than_four_bytes() -> None:
+    one, other = (f"Answer in style {number}." for number in (23961, 83668))
+    assert instructions_digest(one, size=4) == instructions_digest(other, size=4)
+    assert instructions_digest("x\0False\0[]") != instructions_digest("x", "[]")
+    async with door() as rig:
+        first = await respond(rig, "hi", instructions=one)
+        second = await respond(rig, "again", previous_response_id=first.id, instructions=other)
+        assert (await said_in(rig, second))[0] == other
+        # An id of an earlier release is valid.
+        found = ResponseId.parse(first.id)
+        assert found is not None and ResponseId.parse(str(found)) == found
+        old = replace(found, instructions=instructions_digest(one, size=4))
+        assert ResponseId.parse(str(old)) == old
+        same = await respond(rig, "more", previous_response_id=str(old), instructions=one)
+        assert await said_in(rig, same) == await said_in(rig, first) == [one, "hi", ANSWER, "more", ANSWER]
+
+
+async def test_a_response_behind_one_in_a_conversation_has_its_instructions() -> None:
+    """The conversation's own system messages stay, and the instructions before it are not carried over."""
+    system: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    async with door() as rig:
+        for now in (None, "Be brief.", "Be rude."):
+            conversation = (await rig.client.conversations.create(items=system)).id
+            first = await respond(rig, "so", conversation=conversation, instructions="Be brief.")
+            await respond(rig, "more", previous_response_id=first.id, instructions=now)
+            seen = rig.service.link.generations[-1].tokens
+            past = [*system, *({"role": role, "content": text} for role, text in (
+                ("user", "so"), ("assistant", ANSWER), ("user", "more")
+            ))]  # fmt: skip
+            await respond(rig, past, instructions=now, store=False)
+            assert rig.service.link.generations[-1].tokens == seen
 
 
 async def test_a_resent_history_with_instructions_is_gone_on_with() -> None:

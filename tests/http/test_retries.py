@@ -181,7 +181,7 @@ async def test_a_conversation_keeps_its_own_instructions_and_tools() -> None:
         assert [item.text for item in items] == ["Be kind.", "hi", "a", ANSWER, "b", ANSWER]
         # The one turn is as in a session with its instructions, the next as in a conversation that never had any.
         asked, plain = rig.service.link.generations
-        rude = [{"role": "system", "content": "Be rude."}, *talk("hi"), *talk("a")]
+        rude = [{"role": "system", "content": "Be rude.\n\nBe kind."}, *talk("hi"), *talk("a")]
         await ask(CHAT, {"messages": rude})
         assert rig.service.link.generations[-1].tokens == asked.tokens
         other = (await ask(CONVERSATIONS, {"items": system})).json()["id"]

@@ -6,6 +6,7 @@ import asyncio
 import resource
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,37 @@ async def test_an_address_of_somebody_else_is_refused(address: str) -> None:
 def test_addresses() -> None:
     assert split_address("127.0.0.1:80") == ("127.0.0.1", 80)
     assert split_address("[::1]:80") == ("::1", 80)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """An HTTP/2 frame."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+async def test_an_answer_to_a_client_that_has_gone_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(_request: bytes, _context: Any) -> bytes:
+        return bytes(1 << 20)  # more than the client takes
+
+    server = make_server([])
+    methods = {"Call": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", methods),))
+    port = bind(server, "127.0.0.1:0", None)
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    fields = (":method", "POST"), (":scheme", "http"), (":path", "/a.Service/Call"), (":authority", "a")
+    head = b"".join(
+        b"\0%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
+        for name, value in (*fields, ("te", "trailers"), ("content-type", "application/grpc"))
+    )
+    call = frame(4, 0, 0) + frame(1, 4, 1, head) + frame(0, 1, 1, bytes(5))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + call)
+    received = 0
+    while received < 1 << 16:
+        received += len(await asyncio.wait_for(reader.read(1 << 16), 10))
+    writer.close()
+    await asyncio.sleep(0.2)
+    await server.stop(0)
+    assert not caplog.records
 
 
 @pytest.mark.fault(4)

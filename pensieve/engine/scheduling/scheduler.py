@@ -109,6 +109,11 @@ class Scheduler:
     def warmed_tokens(self) -> int:
         return self._warming.tokens
 
+    @property
+    def computed_ahead(self) -> Mapping[str, int]:
+        """Tokens that warm-ups have computed, by tenant."""
+        return self._warming.computed
+
     def get(self, key: RequestKey) -> Request | None:
         """Return a running or waiting request. A finished one is found until its last token is cached."""
         return self._running.get(key)

@@ -14,6 +14,7 @@ changes nothing, so a client cannot keep a session there by warming it repeatedl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -38,6 +39,8 @@ class WarmUps:
         self._pending: dict[SessionKey, Request] = {}
         self.tokens = 0
         """KV-tokens brought to the device since start."""
+        self.computed: Counter[str] = Counter()
+        """Computed ones among them, by tenant."""
 
     @property
     def has_pending(self) -> bool:
@@ -104,8 +107,9 @@ class WarmUps:
     def on_end(self, request: Request) -> None:
         """Count the KV-tokens of a warm-up that ended or was ended."""
         assert request.receipt is not None
-        brought = request.receipt.swapped_in_tokens + request.receipt.recomputed_tokens
-        self.tokens += brought - request.num_missing
+        computed = request.receipt.recomputed_tokens - request.num_missing
+        self.tokens += request.receipt.swapped_in_tokens + computed
+        self.computed[request.tenant] += computed
 
 
 def _is_busy(requests: Iterable[Request]) -> bool:

@@ -71,6 +71,9 @@ class MessageHistory:
     @property
     def preamble(self) -> str:
         """The text before the messages. Transcripts that differ in it are never the same conversation."""
+        parts = self.system, self.tools, self.summary, self.subject
+        if any("\0" in part for part in parts):  # their lengths tell them apart
+            return "\0".join(("", *(str(len(part)) for part in parts), *parts))
         text = f"{self.system}\0{self.tools}" if self.tools else self.system
         text = f"{text}\0\0{self.summary}" if self.summary else text
         return f"{text}\0subject\0{self.subject}" if self.subject else text

@@ -279,7 +279,11 @@ def _check(found: Fields, kind: type[msgspec.Struct], path: str) -> None:
             raise HttpFailure(
                 400, f"{param}: this request has no such field", param=param, code="unknown_parameter"
             )
-        if msgspec.json.decode(raw) not in ACCEPTED_VALUES.get(name, ()):
+        try:
+            is_default = msgspec.json.decode(raw) in ACCEPTED_VALUES.get(name, ())
+        except msgspec.DecodeError:  # a number that no float holds, such as 1e400
+            is_default = False
+        if not is_default:
             raise unsupported_field(param, refused[name])
 
 

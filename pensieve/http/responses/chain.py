@@ -42,12 +42,20 @@ from pensieve.http.common.heads import HeadCache, TurnStarter
 from pensieve.http.common.requests import seed_for
 from pensieve.http.responses.ids import (
     ResponseId,
+    conversation_id,
     instructions_digest,
     parse_item_id,
     session_of_conversation,
 )
-from pensieve.http.responses.objects import Response, input_message
-from pensieve.http.responses.requests import REFERENCE, InputItem, ResponseRequest, ValidatedResponse
+from pensieve.http.responses.objects import KeptResponse, Response, input_message
+from pensieve.http.responses.requests import (
+    REFERENCE,
+    InputItem,
+    ResponseRequest,
+    ValidatedResponse,
+    with_instructions,
+    without_instructions,
+)
 from pensieve.http.tools import ToolUse
 from pensieve.speech import SpeechForm
 
@@ -74,7 +82,8 @@ class _Place:
     session: AsyncSession
     plan: CallPlan
     changes: SessionChanges
-    """Settings that differ from the session's."""
+    """Settings that differ from the session's. After a response, the system prompt among them is the instructions:
+    the system messages of the conversation, which stay, are read from the branch."""
     head: ResponseId | None = None
     """The response that it follows; None: the end of a conversation."""
     ttl_s: float | None = None
@@ -130,7 +139,7 @@ class ResponseStarter:
         if previous is None:
             session = await find_conversation(client, self.body.conversation_id or "", "conversation")
             await check_subject(session, self.body.subject)
-            return _Place(session, CallPlan(session=session.id), self._frame)
+            return _Place(session, CallPlan(session=session.id), self._frame(session))
         head = ResponseId.parse(previous)
         if head is None:
             raise _unknown_response(previous)
@@ -197,8 +206,13 @@ class ResponseStarter:
             branch = await self._fork(place, plan.own)
         assert branch.info is not None
         if place.changes and branch.info.revision == 1:
+            changes = place.changes
+            if place.head is not None and "system_prompt" in changes:
+                prompt = branch.info.system_prompt
+                system = without_instructions(prompt, await self.prompt_instructions(place.head, prompt))
+                changes = {**changes, "system_prompt": with_instructions(system, self.body.instructions)}
             with contextlib.suppress(Aborted):  # Another try has made the changes.
-                await branch.update(**place.changes, expected_revision=1)
+                await branch.update(**changes, expected_revision=1)
         early, last = split_new(self.asked.messages)
         return await append_items(branch, early, self.call, follow=last)
 
@@ -272,19 +286,36 @@ class ResponseStarter:
     def _changes(self, head: ResponseId) -> SessionChanges:
         """Return the session settings that differ between the previous turn and this one."""
         changes: SessionChanges = {}
-        if instructions_digest(self.body.instructions, self.use.text) != head.instructions:
+        # A conversation's own settings are without those of its responses.
+        kept = b"" if conversation_id(head.session_id) else head.instructions
+        if instructions_digest(self.body.instructions, self.use.text, len(kept) or 16) != kept:
             changes["system_prompt"] = self.body.instructions or ""
             changes["tools"] = self.use.text
         if self.body.drops_oldest is not head.drops_oldest:
             changes["overflow"] = "drop_oldest_turns" if self.body.drops_oldest else "reject"
         return changes
 
-    @property
-    def _frame(self) -> SessionChanges:
-        """The settings of a conversation that this response replaces."""
+    async def prompt_instructions(self, head: ResponseId, prompt: str) -> str | None:
+        """Return the instructions with which ``prompt`` begins, the system prompt of this response's session. They
+        hold for one response. What follows them are system messages, which belong to the conversation. Raises
+        HttpFailure for a response that is gone."""
+        if conversation_id(head.session_id):
+            return None
+        try:
+            turn = await self.caller.client.session(head.session_id).get_turn(head.turn_id)
+        except NotFound:
+            raise _unknown_response(str(self.body.previous_response_id)) from None
+        kept = KeptResponse.from_turn(turn)
+        if kept is None:  # of an older release: its instructions are not told from system messages
+            return prompt if head.instructions else None
+        return kept.asked.instructions
+
+    def _frame(self, session: AsyncSession) -> SessionChanges:
+        """Return the settings of a conversation that this response replaces."""
+        assert session.info is not None
         frame: SessionChanges = {}
         if self.body.instructions is not None:
-            frame["system_prompt"] = self.body.instructions
+            frame["system_prompt"] = with_instructions(session.info.system_prompt, self.body.instructions)
         if self.use.text:
             frame["tools"] = self.use.text
         return frame
@@ -325,10 +356,9 @@ def first_history(
     if body.previous_response_id is not None or body.conversation_id is not None:
         return None
     transcript = make_history(asked.messages, "input", answered=answered)
-    system = "\n\n".join(part for part in (body.instructions, transcript.system) if part)
     transcript = replace(
         transcript,
-        system=system,
+        system=with_instructions(transcript.system, body.instructions),
         tools=use.text,
         form=use.form,
         drops_oldest=body.drops_oldest,

@@ -56,7 +56,8 @@ async def compacted(door: HttpDoor, starter: ResponseStarter) -> dict[str, Any]:
     ttl_s = door.settings.completion_ttl_s
     look = partial(replace(starter, keeps_settings=True).look_ahead, door.heads, ttl_s)
     info, done, _ = await compact_ahead(starter.caller.client, look, ttl_s, with_new=True)
-    context = CompactedContext.from_prompt(info.system_prompt, await _instructions(starter), info.summary)
+    instructions = await _instructions(starter, info.system_prompt)
+    context = CompactedContext.from_prompt(info.system_prompt, instructions, info.summary)
     name = str(ResponseId(info.id, str(starter.call.id), info.revision))
     return {
         "id": name,
@@ -67,13 +68,10 @@ async def compacted(door: HttpDoor, starter: ResponseStarter) -> dict[str, Any]:
     }
 
 
-async def _instructions(starter: ResponseStarter) -> str | None:
-    """Return the instructions that the context began with. They do not belong to the conversation."""
+async def _instructions(starter: ResponseStarter, prompt: str) -> str | None:
+    """Return the instructions with which the context's system prompt begins. They do not belong to the conversation."""
     head = ResponseId.parse(starter.body.previous_response_id or "")
-    if head is None:
-        return starter.body.instructions
-    kept = KeptResponse.from_turn(await starter.caller.client.session(head.session_id).get_turn(head.turn_id))
-    return kept.asked.instructions if kept is not None else None
+    return starter.body.instructions if head is None else await starter.prompt_instructions(head, prompt)
 
 
 async def compacted_if_long(

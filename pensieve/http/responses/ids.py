@@ -14,8 +14,8 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Final
 
-_FORM: Final = struct.Struct(">BB16s16sI4s")
-_VERSION: Final = 1
+_FORMS: Final = {1: struct.Struct(">BB16s16sI4s"), 2: struct.Struct(">BB16s16sI16s")}
+"""Version → form. The first has no digest, or one of an earlier release, which could be that of other instructions."""
 _ITEM: Final = struct.Struct(">B16sI")
 FAMILIES: Final = ("resp-", "conv-", "chat-")
 """Prefixes of the names of sessions that the door makes; 32 hexadecimal digits follow."""
@@ -49,15 +49,17 @@ class ResponseId:
         )
         turn = uuid.UUID(self.turn_id).bytes
         digest = self.instructions or bytes(4)
-        return f"resp_{_text(_FORM.pack(_VERSION, flags, session, turn, self.revision, digest))}"
+        version = 1 if len(digest) == 4 else 2
+        return f"resp_{_text(_FORMS[version].pack(version, flags, session, turn, self.revision, digest))}"
 
     @classmethod
     def parse(cls, text: str) -> ResponseId | None:
         """Return None for anything else than a response id."""
         data = _bytes(text.removeprefix("resp_"))
-        if not text.startswith("resp_") or data is None or len(data) != _FORM.size or data[0] != _VERSION:
+        form = _FORMS.get(data[0]) if data else None
+        if not text.startswith("resp_") or data is None or form is None or len(data) != form.size:
             return None
-        _, flags, session, turn, revision, digest = _FORM.unpack(data)
+        _, flags, session, turn, revision, digest = form.unpack(data)
         family = flags >> 3 & 15
         if family >= len(FAMILIES):
             return None
@@ -78,12 +80,13 @@ class ResponseId:
         return f"msg_{str(replace(self, revision=0)).removeprefix('resp_')}"
 
 
-def instructions_digest(instructions: str | None, tools: str = "") -> bytes:
-    """Return a 4-byte digest of instructions and tools; empty for none."""
+def instructions_digest(instructions: str | None, tools: str = "", size: int = 16) -> bytes:
+    """Return a digest of instructions and tools; empty for none. ``size``: 4 for that of an earlier release."""
     if instructions is None and not tools:
         return b""
     said = (instructions or "") + (f"\0{instructions is None}\0{tools}" if tools else "")
-    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=4).digest()
+    said = said if size == 4 else f"{len(instructions or '')}:{said}"
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=size).digest()
 
 
 def item_id(session_id: str, item: int) -> str:

@@ -44,6 +44,9 @@ _NAME: Final = "http.response"
 turn."""
 _LONG: Final = 1024
 _COMPRESSED: Final = "zlib:"
+_MOST: Final = 16 << 20
+"""Bytes that are decompressed: more than the service takes as instructions and tools. Callers may write annotations
+too."""
 
 
 class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,9 +75,11 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
             return None
         try:
             if value.startswith(_COMPRESSED):
-                value = zlib.decompress(base64.b85decode(value.removeprefix(_COMPRESSED))).decode()
+                expander = zlib.decompressobj()
+                data = expander.decompress(base64.b85decode(value.removeprefix(_COMPRESSED)), _MOST)
+                value = data.decode() if expander.eof else ""
             return msgspec.json.decode(value, type=cls)
-        except (msgspec.MsgspecError, ValueError, zlib.error):
+        except (msgspec.MsgspecError, ValueError, RecursionError, zlib.error):
             return None
 
 

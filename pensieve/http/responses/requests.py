@@ -348,6 +348,18 @@ def _carried(message: Message) -> list[CarriedItem]:
     return said + calls
 
 
+def with_instructions(system: str, instructions: str | None) -> str:
+    """Return the system prompt of a response. ``system``: the system messages of its conversation."""
+    return "\n\n".join(part for part in (instructions, system) if part)
+
+
+def without_instructions(prompt: str, instructions: str | None) -> str:
+    """Return the ``system`` that ``with_instructions`` made ``prompt`` of."""
+    if not instructions or prompt == instructions:
+        return "" if instructions else prompt
+    return prompt.removeprefix(f"{instructions}\n\n")
+
+
 class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """A conversation without its earlier messages: the content of a compaction item. It is encoded, not encrypted."""
 
@@ -363,7 +375,7 @@ class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):
     ) -> CompactedContext:
         """``prompt``: the session's system prompt. ``instructions`` at its beginning belong to one response."""
         carried = tuple(item for one in new for item in _carried(one))
-        return cls(summary, prompt.removeprefix(instructions or "").removeprefix("\n\n"), carried)
+        return cls(summary, without_instructions(prompt, instructions), carried)
 
     @property
     def content(self) -> str:
@@ -375,7 +387,7 @@ class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):
         try:
             data = base64.b64decode((content or "").removeprefix(_COMPACTED), b"-_", validate=True)
             context = msgspec.json.decode(data, type=cls)
-        except (binascii.Error, ValueError) as error:
+        except (binascii.Error, ValueError, RecursionError) as error:
             raise invalid_field(param, "was not made by such a server: send the messages instead") from error
         if not context.summary.strip():
             raise invalid_field(param, "has no summary")

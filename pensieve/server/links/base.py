@@ -288,9 +288,10 @@ class BaseLink(abc.ABC):
                 if event.elastic_refusal:
                     log.warning("the device cache does not grow or shrink: %s", event.elastic_refusal)
         stats = report.stats
-        self._stats = (
-            stats if stats.held is not None else msgspec.structs.replace(stats, held=self._stats.held)
-        )
+        if stats.held is None:
+            before = self._stats
+            stats = msgspec.structs.replace(stats, held=before.held, computed_ahead=before.computed_ahead)
+        self._stats = stats
         self._watchdog.on_report(report.stats)
         self._generations.dispatch(report.events)
         self._gate.on_tokens()

@@ -39,6 +39,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 log = logging.getLogger(__name__)
+_GRPC_LOG: Final = logging.getLogger("grpc._cython.cygrpc")
 
 RESERVED_FILES: Final = 256
 """File descriptors reserved for the process itself; connections of callers get the rest of its limit."""
@@ -81,7 +82,13 @@ def make_server(
         options["grpc.max_allowed_incoming_connections"] = connections
     if max_streams is not None:
         options["grpc.max_concurrent_streams"] = max_streams
+    _GRPC_LOG.addFilter(_is_no_lost_answer)
     return aio.server(interceptors=tuple(interceptors), options=tuple(options.items()))
+
+
+def _is_no_lost_answer(record: logging.LogRecord) -> bool:
+    """False for an answer whose client had gone: gRPC logs an error with a traceback for each. A filter."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], aio.InternalError)
 
 
 def add_health_and_reflection(

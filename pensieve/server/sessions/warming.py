@@ -93,6 +93,8 @@ class SessionWarmer:
             return await self._refused("nothing_to_do", key, row)
         if length >= context_limit(self._link.info):
             return await self._refused("no_room", key, row)
+        if not self._turns.may_warm(key):
+            return await self._refused("busy", key, row)
         tokens = await asyncio.to_thread(renderer.context, history)
         self._served.check_tokens(tokens, self._link.info.vocab_size)
         scope = self._settings.sharing_scope(key, history.config)

@@ -114,6 +114,10 @@ class Turns:
         """Whether a turn of this session runs in this process, or is about to."""
         return any(session == key for session, _ in self._runs)
 
+    def may_warm(self, key: Key) -> bool:
+        """Whether the limits of the session's tenant allow a warm-up."""
+        return self._gate.may_warm(key.tenant)
+
     def qos_for(self, key: Key) -> TenantQos:
         """The share and priority of work on this session other than its turns."""
         return self._gate.qos(key.tenant)
