@@ -128,6 +128,26 @@ def test_a_candidate_that_was_stopped_before_it_began_is_not_stopped_again(name:
         engine.check()
 
 
+def test_candidates_that_stop_one_after_the_other_while_their_prompt_is_computed() -> None:
+    """Each next one takes over the rest of the prompt, and the slices of the chunks that it shares with the one that
+    leaves; not that one's last chunk."""
+    cache = CacheConfig(40, 0, 4, groups=GROUPS["window"])
+    engine = make_engine(
+        cache, SchedulerConfig(40, max_batch_tokens=3), HybridWorker(cache), clock := Clock()
+    )
+    verify = HybridOracle(GROUPS["window"]).verify
+    driver = Driver(engine, clock, random.Random(0), verify, VOCABULARY, engine._scheduler.context_limit)
+    driver.start_turn("s", list(range(10)), 3, Sampling(temperature=1.0, seed=1, candidates=3))
+    for number in (0, 1):
+        driver.step()
+        driver.turns[1].stopped.add(number)
+        driver.turns[1].ended.add(number)
+        engine.handle(Cancel(1, number))
+        engine.check()
+    driver.run_until_idle()
+    assert len(driver.finished[0].outputs[2]) == 3
+
+
 def test_a_beam_that_waits_is_not_admitted_by_the_addresses_of_another() -> None:
     """A search is suspended while a step runs. Its addresses are looked up in the queue, then it goes on as another
     beam: cached chunks are found for that one's context."""
