@@ -308,6 +308,7 @@ class RedisStore:
         erased_records: Sequence[Record] = (),
     ) -> SessionRow:
         args = await self._record_args(key, record, fingerprint, counts)
+        head_hash = args[6]
         args.insert(0, "" if expected_revision is None else expected_revision)
         stored = [make_erased_record(one) for one in erased_records]
         reply = await self._append(
@@ -317,7 +318,8 @@ class RedisStore:
         row = await self._finish_change(
             key, reply, request_id=record.request_id, expected=expected_revision, offered=record.revision
         )
-        if stored:
+        # A request that is repeated after further turns names them as well, and erases nothing.
+        if stored and row.head_hash == head_hash:
             try:
                 await self._index.unmark(key, {one.revision for one in stored})
             except (Unavailable, DataLoss, FailedPrecondition) as error:

@@ -504,16 +504,14 @@ class Engine:
         self._totals.output += 1
         logprobs = () if token.logprob is None else (token.logprob,)
         key, candidate = self._candidates.get(token.request, (token.request, 0))
+        turn, token_ids = self._turns[key], tuple[int, ...]((token.token_id,))
+        request = turn.candidates[candidate]
         last = events[-1] if events else None
         if isinstance(last, Output) and (last.request, last.candidate) == (key, candidate):
             events.pop()
-            events.append(
-                Output(key, (*last.token_ids, token.token_id), (*last.logprobs, *logprobs), candidate)
-            )
-        else:
-            events.append(Output(key, (token.token_id,), logprobs, candidate))
+            token_ids, logprobs = (*last.token_ids, *token_ids), (*last.logprobs, *logprobs)
+        events.append(Output(key, token_ids, logprobs, candidate, request.drafted, request.accepted))
         if token.finished is not None:
-            turn = self._turns[key]
             turn.finish_reasons[candidate] = token.finished
             if len(turn.candidates) > 1:
                 events.append(CandidateFinished(key, candidate, token.finished))

@@ -108,6 +108,9 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     candidate: int = 0
+    drafted: int = 0
+    """Drafts of this candidate so far, and those accepted: a front end may end the answer before its receipt comes."""
+    accepted: int = 0
 
 
 class RequestProgress(msgspec.Struct, frozen=True, tag="progress"):

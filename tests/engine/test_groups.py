@@ -13,12 +13,18 @@ from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
 from pensieve.core import Sampling, pack_tokens
 from pensieve.engine.cache import tails
 from pensieve.engine.cache.sharing import PrefixPath
-from pensieve.engine.messages import Submit
+from pensieve.engine.messages import Cancel, Submit
 from pensieve.engine.scheduling.request import Request
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.engine.hybrid_worker import HybridOracle, HybridWorker
 from support.lengths import FIRST_SEED, at_length
+
+GROUPS = {
+    "full": (CacheGroup("full", 0, 1, 4, 1),),
+    "window": (CacheGroup("full", 0, 2, 4, 3), CacheGroup("window", 6, 3, 4, 2)),
+    "state": (CacheGroup("full", 0, 2, 4, 3), CacheGroup("state", 0, 3, 3, 2)),
+}
 
 
 def run(seed: int, *, overlapped: bool) -> tuple[Driver, HashWorker]:
@@ -105,6 +111,43 @@ def test_a_search_is_suspended_as_a_whole_and_goes_on_where_it_was() -> None:
     assert {turn.session for turn in driver.finished} == {"old", "search"}
 
 
+@pytest.mark.parametrize("name", ["full", "state"])
+def test_a_candidate_that_was_stopped_before_it_began_is_not_stopped_again(name: str) -> None:
+    """It had no KV and no place in the batch. The turn's end stopped it a second time, which ended the engine."""
+    groups = GROUPS[name]
+    cache = CacheConfig(20, 0, 4, decode_reserve=0.0, groups=groups, device_bytes=20 * 40)
+    engine = make_engine(cache, SchedulerConfig(40, max_batch_tokens=4), HybridWorker(cache), Clock())
+    for steps in (0, 1):
+        engine.handle(Submit(1, "s", pack_tokens(range(9)), 9, Sampling(max_output_tokens=3, candidates=3)))
+        for _ in range(steps):
+            engine.step()
+        engine.handle(Cancel(1, 2))
+        engine.handle(Cancel(1))
+        while engine.has_work:
+            engine.step()
+        engine.check()
+
+
+def test_candidates_that_stop_one_after_the_other_while_their_prompt_is_computed() -> None:
+    """Each next one takes over the rest of the prompt, and the slices of the chunks that it shares with the one that
+    leaves; not that one's last chunk."""
+    cache = CacheConfig(40, 0, 4, groups=GROUPS["window"])
+    engine = make_engine(
+        cache, SchedulerConfig(40, max_batch_tokens=3), HybridWorker(cache), clock := Clock()
+    )
+    verify = HybridOracle(GROUPS["window"]).verify
+    driver = Driver(engine, clock, random.Random(0), verify, VOCABULARY, engine._scheduler.context_limit)
+    driver.start_turn("s", list(range(10)), 3, Sampling(temperature=1.0, seed=1, candidates=3))
+    for number in (0, 1):
+        driver.step()
+        driver.turns[1].stopped.add(number)
+        driver.turns[1].ended.add(number)
+        engine.handle(Cancel(1, number))
+        engine.check()
+    driver.run_until_idle()
+    assert len(driver.finished[0].outputs[2]) == 3
+
+
 def test_a_beam_that_waits_is_not_admitted_by_the_addresses_of_another() -> None:
     """A search is suspended while a step runs. Its addresses are looked up in the queue, then it goes on as another
     beam: cached chunks are found for that one's context."""
@@ -115,14 +158,8 @@ def test_a_beam_that_waits_is_not_admitted_by_the_addresses_of_another() -> None
     assert request.path is None
 
 
-GROUPS = {
-    "full": (CacheGroup("full", 0, 1, 4, 1),),
-    "window": (CacheGroup("full", 0, 2, 4, 3), CacheGroup("window", 6, 3, 4, 2)),
-}
-
-
 @pytest.mark.parametrize("cut", [0, 5], ids=["tail", "shared chunk"])
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", ["full", "window"])
 def test_candidates_that_fill_the_device(name: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of the tier, a group that is admitted has a page for each candidate's last chunk: a copy of the
     leader's *tail*, or behind a *shared chunk* that the leader itself had to copy."""

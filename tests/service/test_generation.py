@@ -62,6 +62,22 @@ async def read(buffer: TurnBuffer) -> list[StreamEvent]:
         return [event async for event in stream]
 
 
+async def test_a_receipt_has_the_drafts_of_an_answer_that_ends_here() -> None:
+    """At a stop string or the time limit no receipt of the engine comes. What it accepted behind the stop string did
+    not become output."""
+    turn = Turn(("brown",))
+    task, engine = await turn.running()
+    engine.admit()
+    engine.emit(*encode("the quick "), drafts=(4, 3))
+    assert turn.generation.usage(10).accepted_tokens == 3
+    engine.emit(*encode("brown fox"), drafts=(24, 21))
+    await task
+    kept = len(turn.output.tokens)
+    usage = turn.generation.usage(kept)
+    assert kept == len(encode("the quick ")) and engine.cancelled
+    assert (usage.output_tokens, usage.drafted_tokens, usage.accepted_tokens) == (kept, 24, kept)
+
+
 async def test_a_reader_that_never_read_gets_everything_in_one_delta() -> None:
     turn = Turn(top_logprobs=1)
     task, engine = await turn.running()

@@ -33,7 +33,11 @@ KEY = key()
 
 async def talk(bench: Bench, turns: int = 3, ttl_s: float = 0.0) -> list[LoggedRecord]:
     await bench.store.create(row(KEY, ttl_s=ttl_s), first_record(), "fp")
-    for base in range(1, turns + 1):
+    return await go_on(bench, range(1, turns + 1))
+
+
+async def go_on(bench: Bench, bases: range) -> list[LoggedRecord]:
+    for base in bases:
         record = turn_record(base, f"r{base}", f"said in {base} " * 20)
         assert record.turn is not None
         record = msgspec.structs.replace(record, turn=msgspec.structs.replace(record.turn, mark=f"m{base}"))
@@ -84,6 +88,18 @@ async def test_nothing_is_erased_in_a_log_that_went_on_or_is_another(bench: Benc
     with pytest.raises(PensieveError) as refused:
         await bench.store.apply(KEY, "fp", record, counts(5), erased_records=rests)
     assert refused.value.reason == "TURN_IN_PROGRESS" and await bench.store.read(KEY) == log
+
+
+async def test_a_repetition_after_further_turns_leaves_their_marks(bench: Bench) -> None:
+    """The reply was lost, and turns were committed since: the caller makes the record anew, for the log as it is."""
+    record, rests = erased(await talk(bench), 3)
+    await bench.store.apply(KEY, "fp", record, counts(5), erased_records=rests)
+    log = await go_on(bench, range(5, 6))
+    again, rests = erased(log, 3)
+    assert again.revision == 7 and 6 in again.erases
+    assert (await bench.store.apply(KEY, "fp", again, counts(7), erased_records=rests)).revision == 6
+    assert await bench.store.read(KEY) == log
+    assert [one.revision for one in await bench.store.find_marked("acme", "m5", None, limit=5)] == [6]
 
 
 async def test_damage_to_what_is_left_is_found(bench: Bench) -> None:

@@ -317,12 +317,12 @@ class Tails:
             self._tiers.load(part)
 
     def take_over(self, session: CachedSession, leaver: CachedSession) -> None:
-        """Let a request compute what another still had to compute before the request's own work."""
+        """Let a request compute what another, whose last chunk stays its own, still had to compute before."""
         start = session.runs[0][0] if session.runs else session.length
         owed = [(low, min(high, start)) for low, high in leaver.runs if low < start]
         session.runs.extendleft(reversed(owed))
         session.held_from = min(session.held_from, leaver.held_from)
-        self._hold(session, leaver.held)
+        self._hold(session, [part for part in leaver.held if _other(session.chunks[part.index]) is part])
         self.keep_promise(session)
 
     def reach(self, session: CachedSession, tokens: int) -> int:

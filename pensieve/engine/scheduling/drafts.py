@@ -31,8 +31,9 @@ groups (a recurrent state cannot go back behind a rejected draft): see ``Request
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -75,6 +76,9 @@ _COMPARED_SOON: Final = 4
 """The same for a step without drafts, once the number of requests has changed by more than a quarter."""
 _WAIT_DECAY: Final = 0.998
 """The cost of a wait is forgotten more slowly: few steps show it, and each trial costs as much."""
+_OUTLIER: Final = 3.0
+"""A step that takes this many times as long as expected, unlike the latest of its kind, teaches nothing: the machine
+held it up. Learnt, one with drafts would end drafts until they are tried again."""
 _EXPECTED_WAITS: Final = 0.2
 """Waits that the expected cost of one counts for. It is low, so that waits are tried, and soon outweighed."""
 
@@ -252,19 +256,23 @@ class StepCosts:
     def __init__(self) -> None:
         self._sums = {False: np.zeros((5, 5)), True: np.zeros((5, 5))}
         """Sums of products of (1, requests, drafts, any drafts, seconds), by whether the step had drafts."""
+        self._surprises = {kind: deque((1.0, 1.0), maxlen=5) for kind in (False, True)}
+        """How many times as long as expected the latest steps of each kind took."""
         self._since = {False: 0, True: 0}
         """Steps since the latest of each kind."""
         self._alone = 0
         """Requests of the latest step without drafts."""
         self._lost = self._waits = 0.0
         """Sum of the parts of a step that the device waited, and number of such waits."""
-        self._fit: tuple[float, float, float, float] | None = None
-        """The latest a, b, c and d; None: no step had drafts."""
+        self._fit = 0.0, 0.0, 0.0, 0.0
+        """The latest a, b, c and d."""
 
     def on_step(self, requests: int, drafts: int, seconds: float, idle: float | None = None) -> None:
         """Take in a step. ``seconds``: how long the device computed. ``idle``: how long it had waited for the step,
         because this was planned when the tokens of the one before were known; None: it was not."""
         kind = drafts > 0
+        if self._is_outlier(requests, drafts, seconds):
+            return
         sums, values = self._sums[kind], np.array((1.0, requests, drafts, kind, seconds))
         self._since = {each: since + 1 for each, since in self._since.items()}
         sums *= _DECAY ** self._since[kind]
@@ -278,10 +286,18 @@ class StepCosts:
             self._lost += min(idle / seconds, 1.0)
         sums = self._sums[False] + self._sums[True]
         products, results = sums[:4, :4], sums[:4, 4]
-        if products[3, 3] > 0.0:
-            # A little is added to the diagonal: with one number of requests, or of drafts, many solutions fit.
-            added = np.array(_ADDED) * products.diagonal() + 1e-9
-            self._fit = tuple(np.linalg.solve(products + np.diag(added), results).tolist())
+        # A little is added to the diagonal: with one number of requests, or of drafts, many solutions fit.
+        added = np.array(_ADDED) * products.diagonal() + 1e-9
+        self._fit = tuple(np.linalg.solve(products + np.diag(added), results).tolist())
+
+    def _is_outlier(self, requests: int, drafts: int, seconds: float) -> bool:
+        base, per_request, per_draft, with_drafts = self._fit
+        expected = base + per_request * requests + per_draft * drafts + with_drafts * (drafts > 0)
+        if expected <= 0.0:
+            return False
+        surprises = self._surprises[drafts > 0]
+        surprises.append(seconds / expected)
+        return surprises[-1] > _OUTLIER * median(surprises)
 
     def should_compare(self, requests: int) -> bool:
         """Whether the next step, of ``requests`` requests, should have no drafts, since what one takes without them was
@@ -298,15 +314,14 @@ class StepCosts:
     def price(self, requests: int) -> float:
         """Return the least chance that a draft must have in a step of ``requests`` requests: (seconds per draft) ÷
         (step seconds ÷ requests). 0 while the costs are unknown: trying teaches them."""
-        return 0.0 if self._fit is None else self._in_tokens(self._fit[2], requests)
+        return self._in_tokens(self._fit[2], requests)
 
     def first_draft(self, requests: int) -> float:
         """Return how many tokens a step of ``requests`` requests loses by having any drafts, beside their price."""
-        return 0.0 if self._fit is None else self._in_tokens(self._fit[3], requests)
+        return self._in_tokens(self._fit[3], requests)
 
     def _in_tokens(self, seconds: float, requests: int) -> float:
         """Return how many tokens ``requests`` requests get in ``seconds`` of steps without drafts."""
-        assert self._fit is not None
         base, per_request, *_ = self._fit
         step = base + per_request * requests
         tokens = seconds * requests / step if step > 0.0 else 0.0

@@ -192,12 +192,14 @@ class RunningSet:
     def retire(self, request: Request, now: float, *, free_kv: bool = False) -> None:
         """Remove an unfinished request in any state. Its KV stays cached, unless ``free_kv``.
 
-        A finished request is left alone: it leaves when its last token is cached.
+        A finished request is left alone: it leaves when its last token is cached. So is one that was retired before.
         """
+        group = request.group
         is_fork = request.source is not None and not request.in_batch
+        if group is not None and request not in group.members:
+            return
         if request.finished is not None or (self.get(request.key) is not request and not is_fork):
             return
-        group = request.group
         if request.in_batch:
             if group is not None and not group.guided:
                 self._transfer_missing(group, request)

@@ -45,6 +45,8 @@ class TurnGeneration:
         """``run`` waits for it. No token resolves it, so a turn's task sleeps from its submission to its end."""
         self._started: Started | None = None
         self._finished: Finished | None = None
+        self._drafts = 0, 0
+        """Drafts of the first candidate so far, and those accepted."""
         self._reasons: dict[int, FinishReason] = {}
         """Finish reasons of candidates that ended before the generation: from the engine, or a stop string here."""
         self._interrupted = False
@@ -106,6 +108,8 @@ class TurnGeneration:
         failpoint("mid_decode")
         if self.first_token_at is None:
             self.first_token_at = asyncio.get_running_loop().time()
+        if event.candidate == 0:
+            self._drafts = event.drafted, event.accepted
         output = self._buffer.take(event.candidate, event.token_ids, event.logprobs)
         if output.stop is not None:
             self._stop(event.candidate)
@@ -139,6 +143,7 @@ class TurnGeneration:
         return final_usage(
             source.usage if source is not None else None,
             output_tokens=output_tokens,
+            drafts=self._drafts,
             queue_s=started - (self.submitted_at or now),
             prefill_s=first - started,
             decode_s=now - first,
@@ -207,19 +212,28 @@ def _given_names(given: TurnHints) -> tuple[str, ...]:
 
 
 def final_usage(
-    usage: Usage | None, *, output_tokens: int, queue_s: float, prefill_s: float, decode_s: float
+    usage: Usage | None,
+    *,
+    output_tokens: int,
+    drafts: tuple[int, int],
+    queue_s: float,
+    prefill_s: float,
+    decode_s: float,
 ) -> Usage:
-    """The engine's receipt with the number of kept tokens; empty for a turn that was never admitted. The
-    times (seconds, this process's clock) fill in for an engine that was stopped before it reported its
-    own."""
+    """The engine's receipt with the number of kept tokens; empty for a turn that was never admitted. ``drafts``, those
+    accepted among them, and the times (seconds, this process's clock) fill in for an engine that was stopped before it
+    reported its own."""
     if usage is None:
         return Usage(queue_s=queue_s)
-    if usage.decode_s or usage.prefill_s:
-        return msgspec.structs.replace(usage, output_tokens=output_tokens)
-    return msgspec.structs.replace(
+    drafted, accepted = drafts
+    usage = msgspec.structs.replace(
         usage,
         output_tokens=output_tokens,
-        queue_s=usage.queue_s or queue_s,
-        prefill_s=prefill_s,
-        decode_s=decode_s,
+        drafted_tokens=drafted,
+        accepted_tokens=min(accepted, output_tokens),
+    )
+    if usage.decode_s or usage.prefill_s:
+        return usage
+    return msgspec.structs.replace(
+        usage, queue_s=usage.queue_s or queue_s, prefill_s=prefill_s, decode_s=decode_s
     )

@@ -63,12 +63,15 @@ class Turn:
     seed: int | None = None
     """Of the first candidate; None when all are greedy."""
     beams: Sampling | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     outputs: list[list[int]] = field(default_factory=lambda: [[]])
     """Of each candidate."""
     ended: set[int] = field(default_factory=set)
     stopped: set[int] = field(default_factory=set)
     """Candidates that were cancelled alone."""
     usage: Usage | None = None
+    drafts: tuple[int, int] = (0, 0)
+    """Of the first candidate so far, and those accepted."""
     failed: str | None = None
 
 
@@ -119,6 +122,7 @@ class Driver:
         self.history: dict[str, list[int]] = {}
         self.turns: dict[int, Turn] = {}
         self.finished: list[Turn] = []
+        self.failed = 0
         self.verify_beams: Callable[[Sequence[int], Sequence[int], Sampling], None] | None = None
         """As ``verify``, of a beam search; none are started without."""
         self.masks: RandomMasks | None = None
@@ -132,6 +136,8 @@ class Driver:
         """Contexts that many sessions begin with."""
         self.warmed: Counter[str] = Counter()
         """How often warming was refused, by reason."""
+        self.scopes = dict(SCOPES)
+        self.sharing = engine._cache.config.prefix_sharing
         self._next = 1
         self._computed: dict[str, set[int]] = {}
         """Hashes of all contexts that were computed, and of all that they begin with, by scope; "s5": by session s5."""
@@ -153,20 +159,32 @@ class Driver:
             return None
         key = self._next
         self._next += 1
-        sampling = msgspec.structs.replace(sampling or Sampling(), max_output_tokens=want, ignore_eos=True)
+        sampling = self.limited(sampling or Sampling(), len(context), want)
         self.turns[key] = turn = Turn(session, context, len(input_tokens), want, sampling.stop_token_ids)
-        turn.beams = sampling if sampling.beam_width > 1 else None
+        turn.sampling, turn.beams = sampling, sampling if sampling.beam_width > 1 else None
         # A greedy draw has no seed: its candidates are all the same.
         turn.seed = sampling.seed if sampling.temperature > 0.0 else None
         turn.outputs = [[] for _ in range(sampling.candidates)]
-        about = SCOPES.get(session, ""), hints, self._standing(session)
+        about = self.scopes.get(session, ""), hints, self._standing(session)
         submit = Submit(key, session, pack_tokens(context), len(input_tokens), sampling, *about)
-        self._take(self.engine.handle(submit))
+        self._take(self.engine.handle(self.completed(submit)))
         return key
+
+    def limited(self, sampling: Sampling, context_tokens: int, want: int) -> Sampling:
+        """The sampling with what ends an answer of ``want`` tokens at most."""
+        return msgspec.structs.replace(sampling, max_output_tokens=want, ignore_eos=True)
+
+    def completed(self, submit: Submit) -> Submit:
+        """The command as it is sent."""
+        return submit
+
+    def ends(self, turn: Turn, output: Sequence[int]) -> list[bool]:
+        """Whether each token of an output ends it, whatever its length."""
+        return [token in turn.stops for token in output]
 
     def _standing(self, session: str) -> TenantQos:
         """One tenant or several; those who share KV are of one."""
-        tenant = (SCOPES.get(session) or session) if self.tenants else ""
+        tenant = (self.scopes.get(session) or session) if self.tenants else ""
         weight = {"a": 1.0, "b": 2.5}.get(tenant, 0.5)
         share = {"a": 0.4, "b": 0.25}.get(tenant, 0.0)
         return TenantQos(tenant, weight, len(self.turns) % 3 if self.tenants else 0, share)
@@ -183,7 +201,7 @@ class Driver:
         """Ask for a session's history to be warmed; returns why it was refused. A turn of it is a reason."""
         history = self.history.get(session, [])
         busy = any(turn.session == session for turn in self.turns.values())
-        scope = SCOPES.get(session, "")
+        scope = self.scopes.get(session, "")
         standing = self._standing(session)
         (answer,) = self.engine.handle(Warm(1, session, pack_tokens(history), scope, standing))
         assert isinstance(answer, Warmed)
@@ -330,10 +348,12 @@ class Driver:
                     turn.usage = usage
                     assert usage.reconciles, usage
                     assert usage.context_tokens == len(turn.context) and usage.new_tokens <= turn.num_new
-                    assert usage.new_tokens == turn.num_new or SCOPES.get(turn.session)
+                    assert usage.new_tokens == turn.num_new or self.scopes.get(turn.session)
                     self._check_found(turn, usage)
                 case Output(request, token_ids, _, candidate):
                     turn = self.turns[request]
+                    if candidate == 0:
+                        turn.drafts = event.drafted, event.accepted
                     assert candidate not in turn.ended
                     turn.outputs[candidate].extend(token_ids)
                     self._remember(turn.session, turn.context + turn.outputs[candidate])
@@ -344,9 +364,10 @@ class Driver:
                     turn.usage = usage
                     self._verify(turn)
                     assert len(turn.outputs[0]) == usage.output_tokens
+                    assert turn.drafts == (usage.drafted_tokens, usage.accepted_tokens)
                     for number in set(range(len(turn.outputs))) - turn.stopped if turn.beams is None else ():
                         output = turn.outputs[number]
-                        stopped = [token in turn.stops for token in output]
+                        stopped = self.ends(turn, output)
                         assert not any(stopped[:-1]) and (stopped[-1] or len(output) == turn.want)
                     chosen = self.rng.randrange(len(turn.outputs))
                     if chosen and self.rng.random() < 0.7:
@@ -355,18 +376,23 @@ class Driver:
                     self.finished.append(turn)
                 case Failed(request, reason, _):
                     self.turns.pop(request).failed = reason
+                    self.failed += 1
 
     def _check_found(self, turn: Turn, usage: Usage) -> None:
         """What a turn finds cached, somebody in its scope has computed: a right answer alone would not tell."""
         found = usage.gpu_cached_tokens + usage.swapped_in_tokens
-        computed = self._computed.get(SCOPES.get(turn.session) or turn.session, set())
+        computed = self._computed.get(self._scope(turn.session), set())
         assert not found or _prefixes(turn.context)[found - 1] in computed, (
             f"{turn.session} found {found} tokens that its scope never computed"
         )
         self._remember(turn.session, turn.context)
 
     def _remember(self, session: str, tokens: list[int]) -> None:
-        self._computed.setdefault(SCOPES.get(session) or session, set()).update(_prefixes(tokens))
+        self._computed.setdefault(self._scope(session), set()).update(_prefixes(tokens))
+
+    def _scope(self, session: str) -> str:
+        """Who has computed what a session may find cached; a session that shares with nobody is its own."""
+        return (self.scopes.get(session) or session) if self.sharing else session
 
     def _verify(self, turn: Turn) -> None:
         try:

@@ -80,11 +80,18 @@ class ScriptedGeneration:
     def progress(self, phase: Phase, **fields: int) -> None:
         self._deal(RequestProgress(self.request, phase, **fields))
 
-    def emit(self, *tokens: int, candidate: int = 0, logprob: float = -0.5) -> None:
+    def emit(
+        self,
+        *tokens: int,
+        candidate: int = 0,
+        logprob: float = -0.5,
+        drafts: tuple[int, int] = (0, 0),
+    ) -> None:
+        """``drafts``: those of the candidate so far, and those accepted."""
         logprobs: tuple[TokenLogprob, ...] = ()
         if self.sampling.top_logprobs is not None:
             logprobs = tuple(TokenLogprob(t, logprob, ((t, logprob),)) for t in tokens)
-        self._deal(Output(self.request, tokens, logprobs, candidate))
+        self._deal(Output(self.request, tokens, logprobs, candidate, *drafts))
 
     def finish_candidate(self, candidate: int, reason: FinishReason = FinishReason.EOS) -> None:
         """An engine does so for each that it was not told to stop, before it finishes the whole."""

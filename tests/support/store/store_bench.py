@@ -30,8 +30,10 @@ def key(name: str = "s1", tenant: str = TENANT) -> Key:
     return Key(tenant, name)
 
 
-def row(at: Key, *, labels: dict[str, str] | None = None, ttl_s: float = 0.0) -> SessionRow:
-    config = SessionConfig(model="tiny", system_prompt="Be brief.", ttl_s=ttl_s)
+def row(
+    at: Key, *, labels: dict[str, str] | None = None, ttl_s: float = 0.0, subject: str = ""
+) -> SessionRow:
+    config = SessionConfig(model="tiny", system_prompt="Be brief.", ttl_s=ttl_s, subject=subject)
     return SessionRow(tenant=at.tenant, session_id=at.session_id, config=config, labels=labels or {})
 
 
@@ -39,13 +41,13 @@ def first_record() -> Record:
     return Record(revision=1, kind=RecordKind.CREATE, time_ms=1, config=SessionConfig(model="tiny"))
 
 
-def turn_record(base: int, request_id: str, text: str = "hello") -> Record:
+def turn_record(base: int, request_id: str, text: str = "hello", mark: str = "") -> Record:
     """A committed turn of two items on revision ``base``."""
     user = Item(
         number=2 * base, role=Role.USER, text=text, tokens=pack_tokens([1, 2, 3]), request_id=request_id
     )
     reply = Item(number=2 * base + 1, role=Role.ASSISTANT, text=text.upper(), tokens=pack_tokens([4, 5]))
-    result = TurnResult(base_revision=base, finish_reason=FinishReason.EOS, seed=7, input_items=1)
+    result = TurnResult(base_revision=base, finish_reason=FinishReason.EOS, seed=7, input_items=1, mark=mark)
     return Record(
         revision=base + 1,
         kind=RecordKind.TURN,
@@ -137,15 +139,15 @@ class MemoryBench:
     name = "memory"
 
     def __init__(self) -> None:
-        self.clock = Clock()
-        self.memory = MemoryStore(clock=self.clock, steady=self.clock)
+        self.clock, self.wall = Clock(), Clock()
+        self.memory = MemoryStore(clock=self.wall, steady=self.clock)
         self.store: HistoryStore = self.memory
 
     def lapse_lease(self, at: Key) -> None:
         self.clock.now += LEASE_MS + 1
 
     def expire(self, at: Key) -> None:
-        self.clock.now = max(self.clock.now, self.memory._sessions[at].meta.row.expire_ms)
+        self.wall.now = max(self.wall.now, self.memory._sessions[at].meta.row.expire_ms)
 
     def damage(self, at: Key, revision: int) -> None:
         log = self.memory._sessions[at].log
@@ -161,16 +163,20 @@ class SqliteBench:
     name = "sqlite"
 
     def __init__(self, path: Path) -> None:
-        self.clock = Clock()
+        self.clock, self.wall = Clock(), Clock()
         self.path = path
-        self.store: HistoryStore = SqliteStore(path, clock=self.clock, steady=self.clock)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """As in another process: nothing is known of what the file was."""
+        self.store: HistoryStore = SqliteStore(self.path, clock=self.wall, steady=self.clock)
 
     def lapse_lease(self, at: Key) -> None:
         self.clock.now += LEASE_MS + 1
 
     def expire(self, at: Key) -> None:
         found = self._execute("SELECT expire_ms FROM sessions WHERE tenant = ? AND session_id = ?", at)
-        self.clock.now = max(self.clock.now, found[0][0])
+        self.wall.now = max(self.wall.now, found[0][0])
 
     def damage(self, at: Key, revision: int) -> None:
         where = (
@@ -198,7 +204,11 @@ class RedisBench:
     def __init__(self, url: str, client: redis.Redis | redis.RedisCluster) -> None:
         self.url = url
         self._client: Any = client  # its reply types cover every option; only bytes come here
-        self.store: HistoryStore = RedisStore.from_url(url)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """As in another process: nothing is known of what the server had."""
+        self.store: HistoryStore = RedisStore.from_url(self.url)
 
     def lapse_lease(self, at: Key) -> None:
         meta = session_keys(at)[0]

@@ -6,6 +6,7 @@ stores' own rules on purpose. Every operation returns its outcome as a tuple, er
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 Outcome = tuple[object, ...]
@@ -36,11 +37,14 @@ class ModelTurn:
 class ModelSession:
     created_by: str
     ttl: bool
+    subject: str = ""
     log: list[str] = field(default_factory=lambda: [""])
     """Request id of each record; its length is the revision."""
     known: dict[str, tuple[str, int]] = field(default_factory=dict)
     state: str = "active"
     turn: ModelTurn | None = None
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    """Mark and revision of its turns that have one."""
 
     def row(self) -> Outcome:
         running = self.turn.request_id if self.turn is not None and not self.turn.lapsed else None
@@ -80,11 +84,11 @@ class Model:
             del self.sessions[name]
         self.lapse_all()
 
-    def create(self, name: str, fingerprint: str, ttl: bool) -> Outcome:
+    def create(self, name: str, fingerprint: str, ttl: bool, subject: str = "") -> Outcome:
         if self._absent(name) == DELETED:
             return DELETED
         if name not in self.sessions:
-            self.sessions[name] = ModelSession(fingerprint, ttl)
+            self.sessions[name] = ModelSession(fingerprint, ttl, subject)
         elif self.sessions[name].created_by != fingerprint:
             return ("AlreadyExists", "SESSION_EXISTS")
         return self.sessions[name].row()
@@ -99,6 +103,30 @@ class Model:
         log = self.sessions[name].log
         return REGRESSED if after > len(log) else ("log", *log[after:])
 
+    def read_slice(self, name: str, after: int, limit: int, knows_head: bool) -> Outcome:
+        whole = self.read(name, after)
+        if whole[0] != "log" or (after and not knows_head):
+            return REGRESSED if whole[0] == "log" else whole
+        return ("slice", len(self.sessions[name].log), *whole[1:][:limit])
+
+    def marked(self, mark: str) -> set[tuple[str, int]]:
+        """Session and revision of each turn of a session that there is."""
+        return {
+            (name, revision)
+            for name in self.live()
+            for known, revision in self.sessions[name].marks
+            if known == mark
+        }
+
+    def about(self, subject: str) -> list[str]:
+        """Sessions about someone, and damaged ones of which that is not known."""
+        return [
+            name
+            for name in self.live()
+            if self.sessions[name].subject == subject
+            or (self.sessions[name].state == "damaged" and not self.sessions[name].subject)
+        ]
+
     def find_request(self, name: str, request_id: str) -> Outcome:
         absent = self._absent(name)
         return absent or ("found", self.sessions[name].known.get(request_id, ("", None))[1])
@@ -112,7 +140,9 @@ class Model:
         seed: int,
         expected: int | None,
         follows: bool,
+        known: tuple[int, bool] = (0, True),
     ) -> Outcome:
+        """``known``: the revision that the caller has seen, and whether its hash is the store's."""
         refused = self._unwritable(name)
         if refused is not None:
             return refused
@@ -120,6 +150,8 @@ class Model:
         if request_id in session.known:
             known_as, revision = session.known[request_id]
             return ("replay", revision) if known_as == fingerprint else REUSED
+        if known[0] > len(session.log) or not known[1]:
+            return REGRESSED
         turn = session.turn
         if turn is not None and turn.token == token:
             return ("began", len(session.log), turn.seed)
@@ -164,7 +196,9 @@ class Model:
         turn.order = keep if turn.order is None else turn.order
         return ("asked", True)
 
-    def commit(self, name: str, token: str, request_id: str, fingerprint: str, base: int) -> Outcome:
+    def commit(
+        self, name: str, token: str, request_id: str, fingerprint: str, base: int, mark: str = ""
+    ) -> Outcome:
         absent = self._absent(name)
         if absent is not None:
             return absent
@@ -175,6 +209,8 @@ class Model:
             return DAMAGED
         if session.turn is None or session.turn.token != token or base != len(session.log):
             return FENCED
+        if mark:
+            session.marks.append((mark, len(session.log) + 1))
         return session.append(request_id, fingerprint)
 
     def abort(self, name: str, token: str, called_off: bool) -> Outcome:
@@ -186,7 +222,16 @@ class Model:
                 session.turn = None
         return ("done",)
 
-    def apply(self, name: str, request_id: str, fingerprint: str, base: int, expected: int | None) -> Outcome:
+    def apply(
+        self,
+        name: str,
+        request_id: str,
+        fingerprint: str,
+        base: int,
+        expected: int | None,
+        erases: Collection[int] = (),
+    ) -> Outcome:
+        """``erases``: revisions of which little is left, and no mark."""
         refused = self._unwritable(name)
         if refused is not None:
             return refused
@@ -199,6 +244,7 @@ class Model:
             return REGRESSED
         if base != len(session.log) or expected not in (None, base):
             return MISMATCH
+        session.marks = [one for one in session.marks if one[1] not in erases]
         return session.append(request_id, fingerprint)
 
     def delete(self, name: str, expected: int | None, allow_missing: bool) -> Outcome:
