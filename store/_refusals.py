@@ -122,7 +122,7 @@ def full(problem: str) -> Unavailable:
 def replaced(problem: str) -> Unavailable:
     return Unavailable(
         f"{problem}; refusing all work, because an empty store must not look like a store without sessions. "
-        "Restore the data, or restart Pensieve to accept this store",
+        "Bring its own data back, or restart Pensieve to accept this store, as after `pensieve store restore`",
         reason="STORE_REPLACED",
         retry_after_s=5.0,
     )

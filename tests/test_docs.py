@@ -132,6 +132,18 @@ def test_links_to_sections_lead_somewhere(page: Path) -> None:
         assert anchor in anchors(target), f"{page}: {target.name} has no section #{anchor}"
 
 
+@pytest.mark.parametrize("page", [path for path in files() if path.suffix == ".md"], ids=str)
+def test_tables_are_whole(page: Path) -> None:
+    """An empty line ends a table: rows behind it are shown as text, since they have no head of their own."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for block in re.split(r"\n\s*\n", text):
+        rows = [line.strip() for line in block.splitlines() if line.lstrip().startswith("|")]
+        if rows:
+            assert len(rows) > 1 and re.fullmatch(r"[|:\- ]+", rows[1]), (
+                f"{page}: no head above {rows[0][:60]}"
+            )
+
+
 def test_every_page_can_be_found() -> None:
     index = (ROOT / "docs/README.md").read_text()
     for page in PAGES:

@@ -185,6 +185,7 @@ class RedisLink:
         self.durability = "unknown"
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._hangs = False
+        self._replaced = False
         self._settings: list[Any] | None = None
         self._settings_are_secret = False
         self._scripts: dict[str, _Script] = {}
@@ -342,12 +343,16 @@ class RedisLink:
     async def check_marker(self, *, count_errors: bool = True) -> None:
         """Raise Unavailable (STORE_REPLACED) if this is not the store that was opened.
 
-        Called before every answer "there is nothing": a wiped Redis must not look like an empty store.
+        Called before every answer "there is nothing": a wiped Redis must not look like an empty store. All other
+        calls are refused from then on, until a call of this finds the store again. An emptied Redis keeps its
+        connections, so the check of new ones does not notice it.
         """
-        found = await self.command("HGET", MARKER, "store_id", count_errors=count_errors)
+        async with self._limited(count_errors=count_errors, refuse=False):
+            found = await self._client.run("HGET", MARKER, "store_id")
         if not self.store_id:
             raise _refusals.unavailable("the store is not open")
-        if found is None or found.decode() != self.store_id:
+        self._replaced = found is None or found.decode() != self.store_id
+        if self._replaced:
             if count_errors:
                 self._on_error()
             raise _refusals.replaced(f"the Redis at {self.address} was emptied or replaced")
@@ -447,11 +452,13 @@ class RedisLink:
         return True
 
     @asynccontextmanager
-    async def _limited(self, *, count_errors: bool = True) -> AsyncIterator[None]:
-        """Limit the time and number of calls, and translate their errors."""
+    async def _limited(self, *, count_errors: bool = True, refuse: bool = True) -> AsyncIterator[None]:
+        """Limit the time and number of calls, and translate their errors. ``refuse``: none in a replaced store."""
         limit = SUSPECT_LIMIT_S if self._hangs else CALL_LIMIT_S
         try:
             with translate_errors(self.address):
+                if self._replaced and refuse:
+                    raise StoreReplacedError(self.address)
                 async with asyncio.timeout(limit), self._calls:
                     yield
         except TimeoutError as error:

@@ -17,7 +17,7 @@ from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store import Began, open_store
 from pensieve.store._redis import link
 from pensieve.store._redis.clients import parse_address
-from pensieve.store._redis.link import translate_errors
+from pensieve.store._redis.link import MARKER, translate_errors
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
@@ -114,6 +114,32 @@ async def test_an_emptied_redis_that_others_fill_again_is_noticed(own_redis: Red
             with pytest.raises(Unavailable) as caught:
                 await attempt
             assert caught.value.reason == "STORE_REPLACED"
+
+
+@pytest.mark.fault(47)
+async def test_a_redis_that_is_emptied_and_filled_under_open_connections_serves_nothing(
+    own_redis: RedisServer,
+) -> None:
+    """As by FLUSHALL and a restored backup: once it is noticed, also sessions that are there are refused."""
+    async with opened_redis(own_redis.url) as store:
+        await store.create(row(KEY), first_record(), "fp")
+        keys = own_redis.client()
+        marker = keys.hgetall(MARKER)
+        keys.flushall()
+        async with opened_redis(own_redis.url) as anew:
+            await anew.create(row(KEY), first_record(), "fp")
+        attempts: list[Callable[[], Awaitable[object]]] = [
+            store.ping,
+            lambda: store.load(KEY),
+            lambda: store.begin(KEY, request("r1", "t1")),
+        ]
+        for attempt in attempts:
+            with pytest.raises(Unavailable) as caught:
+                await attempt()
+            assert caught.value.reason == "STORE_REPLACED"
+        keys.hset(MARKER, mapping=marker)  # its own data are back
+        await store.ping()
+        await store.begin(KEY, request("r1", "t1"))
 
 
 # ---- no answer

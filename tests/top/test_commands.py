@@ -171,7 +171,10 @@ def test_what_is_refused_and_what_cannot_be_shown(
             "Domain name not found (given up); the address is in the server's ready line, "
             "printed when it has started: grpc=…",
         ),
-        ("Socket closed", "Socket closed; if the server uses TLS, add --tls"),
+        (
+            "Socket closed",
+            "Socket closed; if the server uses TLS, add --tls; one with --tls-client-ca takes calls of the SDK only",
+        ),
         (
             "a: WRONG_VERSION_NUMBER: b",
             "a: WRONG_VERSION_NUMBER: b; the server does not use TLS: remove --tls",
