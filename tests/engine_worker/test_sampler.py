@@ -92,6 +92,32 @@ def test_as_the_slow_reference_row_by_row(batch: list[SampleSpec], seed: int, sp
             assert [token for token, _ in logprob.top] == [token for token, _ in expected_logprob.top]
 
 
+CHANGED: dict[str, Any] = {
+    "temperature": 3.0, "top_p": 0.3, "top_k": 2, "min_p": 0.5, "repetition_penalty": 5.0, "frequency_penalty": 2.0,
+    "presence_penalty": 2.0, "seed": 8, "logit_bias": {5: 9.0}, "min_output_tokens": 9, "top_logprobs": 3,
+}  # fmt: skip
+"""A value of each field of ``Sampling`` that changes what is chosen."""
+NOT_OF_ONE_TOKEN = {
+    "max_output_tokens", "stop", "stop_token_ids", "ignore_eos", "candidates", "beam_width", "length_penalty",
+    "early_stopping", "grammar",
+}  # fmt: skip
+"""Fields that end answers or make several of them; of a grammar a step has the mask."""
+
+
+def test_every_sampling_parameter_has_its_mathematics() -> None:
+    """A new field of ``Sampling`` belongs into one of the two."""
+    assert {*CHANGED, *NOT_OF_ONE_TOKEN} == set(Sampling.__struct_fields__)
+    rows, context = logits(200), np.arange(VOCAB, dtype=np.int32)[::3].copy()
+
+    def chosen(sampling: Sampling) -> list[Any]:
+        one = SampleSpec(sampling, 4, eos_token_ids=(2, 7), prompt=context, output=context)
+        return sample(rows, [one] * len(rows))
+
+    plain = Sampling(temperature=1.0, seed=7)
+    for name, value in CHANGED.items():
+        assert chosen(msgspec.structs.replace(plain, **{name: value})) != chosen(plain), name
+
+
 @pytest.mark.parametrize("vocab", [MAX_TOP_K, 2 * MAX_TOP_K + 1])
 @given(data=st.data())
 def test_large_vocabularies_select_or_sort(vocab: int, data: st.DataObject) -> None:
