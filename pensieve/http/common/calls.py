@@ -26,6 +26,7 @@ from pensieve.client import (
     AsyncTurnStream,
     Compaction,
     Role,
+    SessionChanges,
     SessionInfo,
     TurnOptions,
     TurnState,
@@ -222,6 +223,16 @@ async def find_own_session(client: AsyncClient, call: Call, plan: CallPlan) -> A
             return None
         raise
     return session
+
+
+async def set_on_branch(branch: AsyncSession, settings: SessionChanges) -> None:
+    """Give a new branch these settings. It comes with those of its source, which its owner may have changed over
+    gRPC since the turn that the branch continues."""
+    assert branch.info is not None
+    if branch.info.revision > 1 or all(getattr(branch.info, name) == it for name, it in settings.items()):
+        return
+    with contextlib.suppress(Aborted):  # Another try has made the changes.
+        await branch.update(**settings, expected_revision=1)
 
 
 async def check_subject(session: AsyncSession, subject: str | None) -> None:

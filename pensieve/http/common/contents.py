@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from pensieve.client import CallingMessage, FunctionCall, InputLike, Role, ToolResult
+from pensieve.client.arguments import Overflow
 from pensieve.http.common.failures import invalid_field, unsupported_field
 from pensieve.speech import CLOSE_THOUGHT, OPEN_THOUGHT, PLAIN, SpeechForm, is_json_object, read
 
@@ -95,6 +96,10 @@ class MessageHistory:
         return (text == message.text and not message.calls) or _same_answer(
             self.answer_message(text), message
         )
+
+
+def overflow_policy(*, drops_oldest: bool) -> Overflow:
+    return "drop_oldest_turns" if drops_oldest else "reject"
 
 
 class HashedHistory:

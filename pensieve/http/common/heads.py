@@ -33,9 +33,10 @@ from pensieve.http.common.calls import (
     following_roles,
     is_free,
     new_session_id,
+    set_on_branch,
     split_new,
 )
-from pensieve.http.common.contents import HashedHistory, Message, MessageHistory
+from pensieve.http.common.contents import HashedHistory, Message, MessageHistory, overflow_policy
 from pensieve.http.common.requests import seed_for
 
 _MADE_BY_DOOR: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
@@ -204,13 +205,23 @@ class TurnStarter:
         if plan.source is not None:
             session = await find_own_session(client, self.call, plan)
             if session is None:
-                session = await client.session(plan.source.session).fork(
-                    plan.source.item,
-                    session_id=own,
-                    request_id=str(uuid.uuid5(self.call.id, "fork")),
-                    candidate=plan.source.candidate,
-                    ttl=self.ttl_s,
-                )
+                try:
+                    session = await client.session(plan.source.session).fork(
+                        plan.source.item,
+                        session_id=own,
+                        request_id=str(uuid.uuid5(self.call.id, "fork")),
+                        candidate=plan.source.candidate,
+                        ttl=self.ttl_s,
+                    )
+                except NotFound:
+                    if not self.call.is_retryable:
+                        raise  # the caller looks for another end
+                    # Changed or deleted since. Every try takes this path, since the claim says where it begins.
+                    return await self._make_session(CallPlan(own), own)
+            await set_on_branch(
+                session,
+                {"overflow": overflow_policy(drops_oldest=transcript.drops_oldest), "default_sampling": {}},
+            )
             return await append_items(session, early, self.call, follow=last)
         if transcript.summary and (made := await find_own_session(client, self.call, plan)) is not None:
             return made  # an earlier try may have made it with another summary
@@ -225,7 +236,7 @@ class TurnStarter:
             initial_items=[one.sdk_input for one in first],
             followed_by=following_roles((*past, *last)[len(first) :]),
             ttl=self.ttl_s,
-            overflow="drop_oldest_turns" if transcript.drops_oldest else None,
+            overflow=overflow_policy(drops_oldest=transcript.drops_oldest),
             request_id=str(uuid.uuid5(self.call.id, "session")),
         )
         return await append_items(session, past[len(first) :], self.call, follow=last)

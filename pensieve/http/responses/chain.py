@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -20,7 +19,7 @@ from pensieve.client import (
     TurnOptions,
     TurnState,
 )
-from pensieve.errors import Aborted, NotFound
+from pensieve.errors import NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import (
     Ahead,
@@ -34,9 +33,10 @@ from pensieve.http.common.calls import (
     find_own_session,
     is_free,
     new_session_id,
+    set_on_branch,
     split_new,
 )
-from pensieve.http.common.contents import HashedHistory, make_history
+from pensieve.http.common.contents import HashedHistory, make_history, overflow_policy
 from pensieve.http.common.failures import HttpFailure, invalid_field
 from pensieve.http.common.heads import HeadCache, TurnStarter
 from pensieve.http.common.requests import seed_for
@@ -205,14 +205,16 @@ class ResponseStarter:
         if branch is None:
             branch = await self._fork(place, plan.own)
         assert branch.info is not None
-        if place.changes and branch.info.revision == 1:
+        if branch.info.revision == 1:
             changes = place.changes
+            if place.head is not None and not conversation_id(place.head.session_id):
+                drops = place.head.drops_oldest
+                changes = {"overflow": overflow_policy(drops_oldest=drops), "default_sampling": {}, **changes}
             if place.head is not None and "system_prompt" in changes:
                 prompt = branch.info.system_prompt
                 system = without_instructions(prompt, await self.prompt_instructions(place.head, prompt))
                 changes = {**changes, "system_prompt": with_instructions(system, self.body.instructions)}
-            with contextlib.suppress(Aborted):  # Another try has made the changes.
-                await branch.update(**changes, expected_revision=1)
+            await set_on_branch(branch, changes)
         early, last = split_new(self.asked.messages)
         return await append_items(branch, early, self.call, follow=last)
 
@@ -292,7 +294,7 @@ class ResponseStarter:
             changes["system_prompt"] = self.body.instructions or ""
             changes["tools"] = self.use.text
         if self.body.drops_oldest is not head.drops_oldest:
-            changes["overflow"] = "drop_oldest_turns" if self.body.drops_oldest else "reject"
+            changes["overflow"] = overflow_policy(drops_oldest=self.body.drops_oldest)
         return changes
 
     async def prompt_instructions(self, head: ResponseId, prompt: str) -> str | None:
