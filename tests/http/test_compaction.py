@@ -181,7 +181,9 @@ async def test_what_cannot_be_compacted() -> None:
     async with door() as rig:
         compact = rig.client.responses.compact
         other = base64.b64encode(b'{"summary": 1}').decode()
-        deep = base64.b64encode(b'{"summary": "hm", "more": ' + b"[" * 5000 + b"]" * 5000 + b"}").decode()
+        deep = base64.b64encode(
+            b'{"summary": "hm", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        ).decode()
         for content in ("", "gAAAAAB", "pensieve1.", f"pensieve1.{other}", f"pensieve1.{deep}"):
             item: Any = {"type": "compaction", "encrypted_content": content}
             with pytest.raises(BadRequestError) as refused:
