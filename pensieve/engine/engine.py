@@ -504,7 +504,8 @@ class Engine:
         self._totals.output += 1
         logprobs = () if token.logprob is None else (token.logprob,)
         key, candidate = self._candidates.get(token.request, (token.request, 0))
-        turn, token_ids = self._turns[key], tuple[int, ...]((token.token_id,))
+        token_ids: tuple[int, ...] = (token.token_id,)
+        turn = self._turns[key]
         request = turn.candidates[candidate]
         last = events[-1] if events else None
         if isinstance(last, Output) and (last.request, last.candidate) == (key, candidate):

@@ -271,7 +271,9 @@ class StepCosts:
         """Take in a step. ``seconds``: how long the device computed. ``idle``: how long it had waited for the step,
         because this was planned when the tokens of the one before were known; None: it was not."""
         kind = drafts > 0
-        if self._is_outlier(requests, drafts, seconds):
+        surprises = self._surprises[kind]
+        surprises.append(self._surprise(requests, drafts, seconds))
+        if surprises[-1] > _OUTLIER * median(surprises):
             return
         sums, values = self._sums[kind], np.array((1.0, requests, drafts, kind, seconds))
         self._since = {each: since + 1 for each, since in self._since.items()}
@@ -290,14 +292,11 @@ class StepCosts:
         added = np.array(_ADDED) * products.diagonal() + 1e-9
         self._fit = tuple(np.linalg.solve(products + np.diag(added), results).tolist())
 
-    def _is_outlier(self, requests: int, drafts: int, seconds: float) -> bool:
+    def _surprise(self, requests: int, drafts: int, seconds: float) -> float:
+        """Return how many times as long as expected a step took; 1 while nothing is expected."""
         base, per_request, per_draft, with_drafts = self._fit
         expected = base + per_request * requests + per_draft * drafts + with_drafts * (drafts > 0)
-        if expected <= 0.0:
-            return False
-        surprises = self._surprises[drafts > 0]
-        surprises.append(seconds / expected)
-        return surprises[-1] > _OUTLIER * median(surprises)
+        return seconds / expected if expected > 0.0 else 1.0
 
     def should_compare(self, requests: int) -> bool:
         """Whether the next step, of ``requests`` requests, should have no drafts, since what one takes without them was

@@ -355,9 +355,9 @@ def with_instructions(system: str, instructions: str | None) -> str:
 
 def without_instructions(prompt: str, instructions: str | None) -> str:
     """Return the ``system`` that ``with_instructions`` made ``prompt`` of."""
-    if not instructions or prompt == instructions:
-        return "" if instructions else prompt
-    return prompt.removeprefix(f"{instructions}\n\n")
+    if not instructions:
+        return prompt
+    return "" if prompt == instructions else prompt.removeprefix(f"{instructions}\n\n")
 
 
 class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):

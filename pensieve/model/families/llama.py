@@ -235,8 +235,8 @@ def read_gemma3_text(config: Config, generation: Config) -> Arch:
 def _gemma3(family: str, config: Config, generation: Config, *, complete: bool) -> Arch:
     parsed = parsed_config(family, config, "intermediate_size", complete=complete)
     fields = _fields(family, parsed, config, generation, "hidden_activation")
-    ignored = ["attn_logit_softcapping"] + ["final_logit_softcapping"] * (family == "gemma3")
-    for name in ignored:
+    both = ("attn_logit_softcapping", "final_logit_softcapping")
+    for name in both if family == "gemma3" else both[:1]:
         if getattr(parsed, name) is not None:
             raise ModelError(f"{name} is {getattr(parsed, name)}, which transformers ignores")
 

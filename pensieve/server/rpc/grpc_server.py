@@ -87,7 +87,7 @@ def make_server(
 
 
 def _is_no_lost_answer(record: logging.LogRecord) -> bool:
-    """False for an answer whose client had gone: gRPC logs an error with a traceback for each. A filter."""
+    """Filter gRPC's log: for each answer whose client has gone it has an error with a traceback."""
     return record.exc_info is None or not isinstance(record.exc_info[1], aio.InternalError)
 
 

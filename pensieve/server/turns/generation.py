@@ -46,7 +46,7 @@ class TurnGeneration:
         self._started: Started | None = None
         self._finished: Finished | None = None
         self._drafts = 0, 0
-        """Drafts of the first candidate so far, and those accepted."""
+        """How many drafts the first candidate has had so far, and how many of them were accepted."""
         self._reasons: dict[int, FinishReason] = {}
         """Finish reasons of candidates that ended before the generation: from the engine, or a stop string here."""
         self._interrupted = False

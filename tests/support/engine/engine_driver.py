@@ -71,7 +71,7 @@ class Turn:
     """Candidates that were cancelled alone."""
     usage: Usage | None = None
     drafts: tuple[int, int] = (0, 0)
-    """Of the first candidate so far, and those accepted."""
+    """How many drafts the first candidate has had so far, and how many of them were accepted."""
     failed: str | None = None
 
 
@@ -391,7 +391,7 @@ class Driver:
         self._computed.setdefault(self._scope(session), set()).update(_prefixes(tokens))
 
     def _scope(self, session: str) -> str:
-        """Who has computed what a session may find cached; a session that shares with nobody is its own."""
+        """Return the name under which a session finds computed contexts: its scope, or its own without one."""
         return (self.scopes.get(session) or session) if self.sharing else session
 
     def _verify(self, turn: Turn) -> None:

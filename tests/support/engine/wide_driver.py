@@ -178,12 +178,12 @@ class WideDriver(Driver):
         assert isinstance(answer, Failed), answer
 
     def move(self, session: str) -> None:
-        """Let a session share its KV with others from now on, or with nobody."""
+        """Move a session to another scope: from now on it shares its KV there, or not at all."""
         if not any(turn.session == session for turn in self.turns.values()):
             self.scopes[session] = self.rng.choice(("a", "b", ""))
 
     def leap(self, session: str) -> None:
-        """Nothing happens for long."""
+        """Let much time pass in which nothing happens."""
         self.clock.now += self.rng.choice((1e2, 1e4, 1e9))
 
     def resize(self, session: str) -> None:
