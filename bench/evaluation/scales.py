@@ -142,7 +142,7 @@ FULL = Scale(
     # One GPU of 80 GB holds these beside 22 and 40 GiB of weights.
     gibibytes={"70b": (80, 64), "gemma3": (32, 32), "qwen3next": (20, 20)}, divided={"70b": 2},
     rates={
-        ("gqa", "sharegpt"): Rates((26, 20, 23), (17, 15, 13), (7, 10), (20, 17, 23)),
+        ("gqa", "sharegpt"): Rates((26, 20, 23), (17, 19, 15), (7, 10), (20, 17, 23)),
         ("gqa", "ultrachat"): Rates((33, 25, 29), (26, 22, 19), (13, 19), (24, 27, 21)),
         ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (12, 8)),
         ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (11, 7)),
