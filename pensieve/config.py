@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -180,6 +181,8 @@ class DoorSettings:
     """HOST:PORT of the conversation service, or any gRPC target."""
     tls: bool = False
     """Use TLS towards ``target``, with the system's root certificates."""
+    tls_identity: str = ""
+    """PEM file with a certificate and its private key to show to ``target``; implies ``tls``."""
     patience_s: float = 20.0
     """Total time spent retrying an unreachable or busy service before the caller gets the error."""
     max_body_bytes: int = 4 * 1024 * 1024
@@ -208,6 +211,11 @@ class DoorSettings:
     """Refuse calls while the service accepts callers without a key: the door is open to a network."""
     heartbeat_s: float = 10.0
     """Longest silence on a stream."""
+
+    @property
+    def identity(self) -> Path | None:
+        """The file of ``tls_identity``."""
+        return Path(self.tls_identity) if self.tls_identity else None
 
 
 def batch_limits(options: EngineTuning, device: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import click
 
+from pensieve.options.commands import tls_identity
 from pensieve.options.serve import ServeOptions
 from pensieve.options.table import HTTP_LIMITS
 from pensieve.options.values import Parser, duration, is_loopback, names, origins, split_address
@@ -63,6 +64,7 @@ def _callback_for(parse: Parser, default: object = None) -> Callable[..., object
     help="HTTP address to listen on.",
 )
 @click.option("--tls", is_flag=True, help="Use TLS to --target, with the system's root certificates.")
+@tls_identity()
 @click.option("--tls-cert", type=_FILE, metavar="FILE", help="PEM certificate chain; enables HTTPS.")
 @click.option("--tls-key", type=_FILE, metavar="FILE", help="PEM private key of --tls-cert.")
 @click.option(
@@ -108,11 +110,12 @@ def gateway(
     try:
         if files is not None:
             files.context()  # fail before the ready line
-    except OSError as error:  # includes ssl.SSLError
+    except (OSError, ValueError) as error:  # includes ssl.SSLError
         raise click.UsageError(
             f"--tls-cert, --tls-key: {tls_cert} and {tls_key} are not a PEM certificate and its key ({error})"
         ) from error
     given["max_body_bytes"] <<= 20
+    given["tls_identity"] = str(given["tls_identity"] or "")
     for words in ("cors_origins", "hosts"):
         given[words] = tuple((given[words] or "").split())
     settings = door.DoorSettings(

@@ -117,7 +117,7 @@ _CAUSES: Final = (
 """Patterns of gRPC messages, to extract the cause."""
 _DEFAULT_ADVICE: Final = "the address is in the server's ready line, printed when it has started: grpc=…"
 _ADVICE: Final = {
-    "Socket closed": "if the server uses TLS, add --tls; one with --tls-client-ca takes calls of the SDK only",
+    "Socket closed": "if the server uses TLS, add --tls, or --tls-identity if it has --tls-client-ca",
     "WRONG_VERSION_NUMBER": "the server does not use TLS: remove --tls",
     "CERTIFICATE_VERIFY_FAILED": "set GRPC_DEFAULT_SSL_ROOTS_FILE_PATH to use other root certificates",
 }

@@ -31,7 +31,7 @@ from pensieve.client import (
     Turn,
 )
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
-from pensieve.options.commands import complete_session_ids
+from pensieve.options.commands import complete_session_ids, tls_identity
 from pensieve.options.serve import ServeOptions
 
 MAX_MATCHES_SHOWN = 5
@@ -274,6 +274,7 @@ class Server(NamedTuple):
     target: str
     api_key: str | None
     tls: bool
+    tls_identity: Path | None
 
 
 class ListByDefault(click.Group):
@@ -320,11 +321,13 @@ def _connection(function: Function) -> Function:
             envvar="PENSIEVE_SESSIONS_TLS",
             help="Use TLS, with the system's root certificates.",
         ),
+        tls_identity(envvar="PENSIEVE_SESSIONS_TLS_IDENTITY"),
     )
 
     @functools.wraps(function)
-    def connected(target: str, api_key: str | None, tls: bool, **others: Any) -> Any:
-        return function(server=Server(target, api_key, tls), **others)
+    def connected(**given: Any) -> Any:
+        server = Server(*(given.pop(name) for name in Server._fields))
+        return function(server=server, **given)
 
     for option in reversed(options):
         connected = option(connected)
@@ -568,7 +571,12 @@ def _turns(client: Client, info: SessionInfo, requests: list[str]) -> Iterator[T
 def _client(server: Server) -> Iterator[Client]:
     try:
         with Client(
-            server.target, api_key=server.api_key, tls=server.tls, timeout=20.0, retry=_RETRY
+            server.target,
+            api_key=server.api_key,
+            tls=server.tls,
+            credentials=server.tls_identity,
+            timeout=20.0,
+            retry=_RETRY,
         ) as client:
             yield client
     except PensieveError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -50,7 +51,8 @@ class AsyncClient:
 
     * ``target``: ``HOST:PORT``.
     * ``api_key``: sent as a bearer token.
-    * ``tls``: TLS with the system's root certificates; ``credentials``: TLS with others.
+    * ``tls``: TLS with the system's root certificates; ``credentials``: TLS with others, or the PEM
+      file of a certificate and its private key, which this client shows.
     * ``timeout``: seconds for each call that is not a turn, retries included. A turn has its own ``timeout``.
     * ``metadata``: sent with every call, for proxies before the server; ``options``: more gRPC channel options.
 
@@ -65,7 +67,7 @@ class AsyncClient:
         *,
         api_key: str | None = None,
         tls: bool = False,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: grpc.ChannelCredentials | Path | None = None,
         timeout: float = 60.0,
         retry_for: float | None = None,
         retry: RetryPolicy | None = None,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -51,7 +52,8 @@ class Client:
 
     * ``target``: ``HOST:PORT``.
     * ``api_key``: sent as a bearer token.
-    * ``tls``: TLS with the system's root certificates; ``credentials``: TLS with others.
+    * ``tls``: TLS with the system's root certificates; ``credentials``: TLS with others, or the PEM
+      file of a certificate and its private key, which this client shows.
     * ``timeout``: seconds for each call that is not a turn, retries included. A turn has its own ``timeout``.
     * ``metadata``: sent with every call, for proxies before the server; ``options``: more gRPC channel options.
 
@@ -66,7 +68,7 @@ class Client:
         *,
         api_key: str | None = None,
         tls: bool = False,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: grpc.ChannelCredentials | Path | None = None,
         timeout: float = 60.0,
         retry_for: float | None = None,
         retry: RetryPolicy | None = None,

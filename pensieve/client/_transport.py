@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from pensieve import tracing
 from pensieve.client._retry import RetryPolicy
+from pensieve.client.identity import identity_credentials
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2_grpc
 
@@ -41,8 +43,8 @@ class ClientSettings:
     """Sent as ``authorization: Bearer KEY``."""
     tls: bool = False
     """TLS with the system's root certificates."""
-    credentials: grpc.ChannelCredentials | None = None
-    """TLS with custom roots or a client certificate; implies ``tls``."""
+    credentials: grpc.ChannelCredentials | Path | None = None
+    """TLS with custom roots or a client certificate, or the file for ``identity_credentials``; implies ``tls``."""
     timeout: float = 60.0
     """Seconds for each call that is not a turn, retries included."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
@@ -68,7 +70,9 @@ class ClientSettings:
 
     @property
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """None for plain text."""
+        """None for plain text. Raises OSError or ValueError for a file that cannot be used."""
+        if isinstance(self.credentials, Path):
+            return identity_credentials(self.credentials)
         if self.credentials is not None:
             return self.credentials
         return grpc.ssl_channel_credentials() if self.tls else None

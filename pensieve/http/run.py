@@ -20,6 +20,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from pensieve.client import AsyncClient, RetryPolicy
+from pensieve.client.identity import no_password
 from pensieve.config import DoorSettings
 from pensieve.errors import PensieveError
 from pensieve.grpc_thread import end_grpc_thread
@@ -46,7 +47,7 @@ class TlsFiles:
     def context(self) -> ssl.SSLContext:
         """Return a context from the files' present content. Raises OSError (``ssl.SSLError`` is one)."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.cert, self.key, _no_password)
+        context.load_cert_chain(self.cert, self.key, no_password)
         if self.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self.client_ca)
@@ -101,11 +102,6 @@ def certificate_names(certificate: Mapping[str, Any]) -> tuple[str, ...]:
     return alternative or tuple(value for kind, value in subject if kind == "commonName")
 
 
-def _no_password() -> str:
-    # without this callback OpenSSL would prompt on the terminal
-    raise ValueError("the private key is encrypted; give one without a password")
-
-
 __all__ = ["DoorSettings", "TlsFiles", "needs_no_key", "run_to_end", "running", "serve"]
 
 GC_THRESHOLDS: Final = (700, 4, 2)
@@ -129,7 +125,9 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
 async def needs_no_key(settings: DoorSettings) -> bool:
     """Whether the service accepts callers without a key; False when it cannot be asked now."""
     retry = RetryPolicy(max_attempts=1)
-    async with AsyncClient(settings.target, tls=settings.tls, timeout=PROBE_S, retry=retry) as client:
+    async with AsyncClient(
+        settings.target, tls=settings.tls, credentials=settings.identity, timeout=PROBE_S, retry=retry
+    ) as client:
         try:
             return KEYLESS in (await client.server_info()).features
         except PensieveError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -80,6 +81,31 @@ models = complete_words("demo", "smollm2", paths="file")
 """Completer of options that name a model. Does not know hub ids."""
 
 
+def tls_identity(envvar: str | None = None) -> Callable[[Any], Any]:
+    """Return the option ``--tls-identity`` of commands that call a server."""
+
+    def check(ctx: Context, param: Parameter, path: Path | None) -> Path | None:
+        if path is not None and not ctx.resilient_parsing:
+            from pensieve.client.identity import identity_credentials
+
+            try:
+                identity_credentials(path)
+            except (OSError, ValueError) as error:
+                raise click.BadParameter(
+                    f"{path} is not a PEM file with a certificate and its private key ({error})"
+                ) from error
+        return path
+
+    return click.option(
+        "--tls-identity",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        envvar=envvar,
+        callback=check,
+        help="PEM file with a certificate and its private key, for a server with --tls-client-ca; implies --tls.",
+    )
+
+
 TIMEOUT_S = 1.0
 """Completion must not keep the user waiting after Tab."""
 MAX_IDS = 100
@@ -99,10 +125,11 @@ def complete_session_ids(ctx: Context, param: Parameter, incomplete: str) -> lis
             target,
             api_key=ctx.params.get("api_key"),
             tls=bool(ctx.params.get("tls")),
+            credentials=ctx.params.get("tls_identity"),
             timeout=TIMEOUT_S,
             retry=once,
         ) as client:
             ids = [info.name.rpartition("/")[2] for info in client.sessions(limit=MAX_IDS)]
-    except (PensieveError, ValueError):
+    except (PensieveError, OSError, ValueError):
         return []  # a message would garble the line that is being typed
     return [CompletionItem(session_id) for session_id in ids if session_id.startswith(incomplete)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pensieve.spawn import ServerProcess
 from support.http.gateway import gateway
 from support.http.http_rig import BearerTenant
 from support.lengths import at_length
+from support.service.certificates import authority, openssl
 from support.service.service_rig import serving
 
 pytestmark = pytest.mark.timeout(300)
@@ -138,6 +140,16 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
     broken = CliRunner().invoke(gateway_command, [*arguments, "--tls-key", str(tmp_path / "cert.pem")])
     assert broken.exit_code == 2 and broken.stdout == "", "it is not ready"
     assert "are not a PEM certificate and its key" in broken.stderr
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+def test_an_encrypted_key_is_refused_in_one_line(tmp_path: Path) -> None:
+    ours = authority(tmp_path, "ours")
+    locked = tmp_path / "locked.key"
+    openssl("ec", "-aes256", "-passout", "pass:x", "-in", ours.with_suffix(".key"), "-out", locked)
+    files = ["--tls-cert", str(ours), "--tls-key", str(locked)]
+    said = CliRunner().invoke(gateway_command, ["--target", "127.0.0.1:1", "--listen", "127.0.0.1:0", *files])
+    assert said.exit_code == 2 and "the private key is encrypted" in said.stderr
 
 
 def test_a_network_is_not_served_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def test_what_is_refused_and_what_cannot_be_shown(
         ),
         (
             "Socket closed",
-            "Socket closed; if the server uses TLS, add --tls; one with --tls-client-ca takes calls of the SDK only",
+            "Socket closed; if the server uses TLS, add --tls, or --tls-identity if it has --tls-client-ca",
         ),
         (
             "a: WRONG_VERSION_NUMBER: b",

@@ -33,7 +33,7 @@ from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.model.arch import ModelError
 from pensieve.model.resolve import resolve_model
 from pensieve.model.smollm2 import SMOLLM2
-from pensieve.options.commands import complete_session_ids, models, print_error
+from pensieve.options.commands import complete_session_ids, models, print_error, tls_identity
 from pensieve.options.serve import state_directory
 from pensieve.own_server import OwnServer, explain_failure
 from pensieve.spawn import NOT_STARTED, SpawnError
@@ -195,6 +195,7 @@ class ChosenServer:
     store: str | None
     api_key: str | None
     tls: bool
+    tls_identity: Path | None
 
     def check(self) -> None:
         """Raise UsageError for options that do not go together."""
@@ -202,13 +203,16 @@ class ChosenServer:
             raise click.UsageError(
                 "--model and --store apply to a server started by the chat, not to --target"
             )
-        if self.target is None and ((self.api_key is not None and not _key_from_variable()) or self.tls):
-            raise click.UsageError("--api-key and --tls require --target")
+        typed_key = self.api_key is not None and not _key_from_variable()
+        if self.target is None and (typed_key or self.tls or self.tls_identity):
+            raise click.UsageError("--api-key, --tls and --tls-identity require --target")
 
     def client(self, target: str, retry: RetryPolicy | None, **options: Any) -> Client:
         """Return a client of the server, which is at ``target`` now."""
         key = None if self.target is None else self.api_key
-        return Client(target, api_key=key, tls=self.tls, retry=retry, **options)
+        return Client(
+            target, api_key=key, tls=self.tls, credentials=self.tls_identity, retry=retry, **options
+        )
 
     def resume_command(self) -> list[str]:
         """Return the command that finds the same server or history; empty if the history ends with the chat."""
@@ -218,6 +222,7 @@ class ChosenServer:
         for flag, value in (("--target", self.target), ("--model", self.model), ("--store", self.store)):
             words += [flag, value] if value is not None else []
         words += ["--api-key", "KEY"] if self.api_key is not None and not _key_from_variable() else []
+        words += ["--tls-identity", str(self.tls_identity)] if self.tls_identity else []
         return words + (["--tls"] if self.tls else [])
 
     def start(self) -> OwnServer:
@@ -284,6 +289,7 @@ class ChosenServer:
 @click.option("--no-history", is_flag=True, help="Do not store typed lines in files.")
 @click.option("--api-key", metavar="KEY", envvar="PENSIEVE_API_KEY", help="API key for --target.")
 @click.option("--tls", is_flag=True, help="Use TLS to --target, with the system's root certificates.")
+@tls_identity()
 def chat(
     session_id: str | None, new: bool, system: str | None, plain: bool, no_history: bool, **given: Any
 ) -> None:

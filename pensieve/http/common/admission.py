@@ -127,6 +127,7 @@ class Admission:
             async with AsyncClient(
                 self._settings.target,
                 tls=self._settings.tls,
+                credentials=self._settings.identity,
                 timeout=RECHECK_S if known else 60.0,
                 retry=RetryPolicy(max_attempts=1),
                 options=connection_options(CONNECTIONS),  # its own connection: no caller's requests use it

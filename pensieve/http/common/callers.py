@@ -166,6 +166,7 @@ class Callers:
         client = AsyncClient(
             self._settings.target,
             tls=self._settings.tls,
+            credentials=self._settings.identity,
             retry=RetryPolicy(max_wait_s=self._settings.patience_s),
             options=connection_options(connection),
             metadata=who.metadata,

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import ServerInfo
+from pensieve.client.identity import identity_credentials
 from pensieve.config import DoorSettings
 from pensieve.errors import PensieveError
 from pensieve.http.common.admission import Admission
@@ -68,11 +69,13 @@ class Readiness:
             # With gRPC's own backoff a prober would not see for minutes that the service is back.
             options = [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1_000)]
             target = self._settings.target
-            self._channel = (
-                aio.secure_channel(target, grpc.ssl_channel_credentials(), options)
-                if self._settings.tls
-                else aio.insecure_channel(target, options)
-            )
+            identity = self._settings.identity
+            if identity is not None:
+                self._channel = aio.secure_channel(target, identity_credentials(identity), options)
+            elif self._settings.tls:
+                self._channel = aio.secure_channel(target, grpc.ssl_channel_credentials(), options)
+            else:
+                self._channel = aio.insecure_channel(target, options)
         return self._channel
 
 

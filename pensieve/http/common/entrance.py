@@ -111,7 +111,15 @@ class AdmissionMiddleware:
         await door.admission.admit(who)
         state = request.scope.setdefault("state", {})
         state[HOLDER] = who.credential.hex()
-        if door.admission.keyless:
+        # Behind this door's certificate, a caller without a key is the caller that the certificate names.
+        borrows = bool(settings.tls_identity) and not who.authorization
+        if borrows and settings.wants_keys:
+            raise HttpFailure(
+                401,
+                "send a key: this door is open to a network, and its certificate (--tls-identity) is not for all",
+                code="keys_required",
+            )
+        if door.admission.keyless or borrows:
             if settings.wants_keys:
                 raise HttpFailure(
                     403,
