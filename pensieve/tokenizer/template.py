@@ -362,7 +362,8 @@ class ChatTemplate:
     def _probe_closings(self) -> dict[Role, str]:
         user, assistant = Role.USER, Role.ASSISTANT
         return {
-            Role.SYSTEM: self._marked.closing((Role.SYSTEM,)),
+            # Some templates write a system message that is not the first in another way.
+            Role.SYSTEM: self._marked.closing((user, Role.SYSTEM)) or self._marked.closing((Role.SYSTEM,)),
             user: self._marked.closing((user,)),
             assistant: self._marked.closing((user, assistant)),
             Role.TOOL: self._marked.closing((user, assistant, Role.TOOL)),

@@ -121,6 +121,13 @@ def test_results_come_one_by_one(chat: ChatTokenizer) -> None:
     assert added.count("<tool_response>") == added.count("</tool_response>")
 
 
+def test_a_system_message_behind_a_question(chat: ChatTokenizer, oracle: Any) -> None:
+    """A template may close it in another way than the first one."""
+    turns = [ASKED, [TextMessage(S, "Be brief.")], ASKED]
+    said = [one for turn in turns for one in turn]
+    assert delta(chat, turns) == delta(chat, [said]) == whole(oracle, said)
+
+
 def test_words_beside_a_call(model: tuple[str, Path], chat: ChatTokenizer, oracle: Any) -> None:
     turns = [ASKED, [TextMessage(A, "Let me see.", (ROME,))], TOLD]
     assert delta(chat, turns) == whole(oracle, [one for turn in turns for one in turn])
