@@ -214,6 +214,30 @@ async def test_what_was_called_is_part_of_what_was_said() -> None:
         assert "Oslo" in context_of(rig)
 
 
+async def test_results_belong_to_their_calls() -> None:
+    """Two conversations that differ only in which call a result belongs to are not taken for each other."""
+    rome, oslo = (
+        f'{{"name": "weather", "arguments": {{"town": "{town}"}}, "id": "{town.lower()}00001"}}'
+        for town in ("Rome", "Oslo")
+    )
+    async with tool_door(f"[TOOL_CALLS][{rome}, {oslo}]", "Well.", style="mistral") as rig:
+        asked: list[Any] = [{"role": "user", "content": "How is it?"}]
+        asked.append(await chat(rig, asked, False))
+        talks, contexts = [], []
+        for names in (("rome00001", "oslo00001"), ("oslo00001", "rome00001")):
+            results = [
+                {"role": "tool", "tool_call_id": name, "content": text}
+                for name, text in zip(names, ("20", "5"), strict=True)
+            ]
+            talks.append([*asked, *results])
+            talks[-1].append(await chat(rig, talks[-1], False))
+            contexts.append(context_of(rig))
+        assert contexts[0] != contexts[1]
+        for talk, context in zip(talks, contexts, strict=True):
+            await say(rig, [*talk, {"role": "user", "content": "Thanks"}])
+            assert context_of(rig).startswith(context)
+
+
 async def chat(rig: HttpRig, history: list[Any], stream: bool) -> dict[str, Any]:
     """The next message of a chat, as a client would send it again."""
     if not stream:
