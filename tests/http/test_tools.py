@@ -238,6 +238,18 @@ async def test_results_belong_to_their_calls() -> None:
             assert context_of(rig).startswith(context)
 
 
+async def test_an_answer_whose_white_space_was_changed_is_another() -> None:
+    async with tool_door("Hello. ") as rig:
+        history: list[Any] = [{"role": "user", "content": "hi"}]
+        history.append(await chat(rig, history, False))
+        history.append({"role": "user", "content": "Thanks"})
+        await say(rig, history)
+        assert "Hello. <|im_end|>" in context_of(rig)
+        history[1]["content"] = "Hello."
+        await say(rig, history)
+        assert "Hello.<|im_end|>" in context_of(rig)
+
+
 async def chat(rig: HttpRig, history: list[Any], stream: bool) -> dict[str, Any]:
     """The next message of a chat, as a client would send it again."""
     if not stream:

@@ -222,8 +222,9 @@ def _frame(said: Message) -> bytes:
 def _same_answer(one: Message, other: Message) -> bool:
     """Whether two answers say the same. White space around their text is ignored where they have calls:
     ``SpeechReader`` drops it."""
+    texts = [each.text.strip() if each.calls else each.text for each in (one, other)]
     named = [[(call.name, _canonical(call.arguments)) for call in each.calls] for each in (one, other)]
-    return one.text.strip() == other.text.strip() and named[0] == named[1]
+    return texts[0] == texts[1] and named[0] == named[1]
 
 
 def _canonical(arguments: str) -> str:
