@@ -160,6 +160,27 @@ async def test_added_calls_are_listed_with_the_ids_of_their_results() -> None:
         assert names[:6] == ["", "b", "a", "b", "a", ""] and names[6].startswith("call_")
 
 
+async def test_a_result_that_was_removed_is_gone_for_the_model() -> None:
+    call = {"type": "function_call", "name": "weather", "arguments": '{"town": "Rome"}'}
+    async with tool_door("Blue.") as rig:
+        items: Any = [
+            {"role": "user", "content": "How is it?"},
+            *({**call, "call_id": name} for name in "ab"),
+            *(
+                {"type": "function_call_output", "call_id": name, "output": f'{{"sky": "{name}"}}'}
+                for name in "ab"
+            ),
+        ]
+        conversation = await rig.client.conversations.create(items=items)
+        newest = (await rig.client.conversations.items.list(conversation.id)).data[0]
+        await rig.client.conversations.items.delete(str(newest.id), conversation_id=conversation.id)
+        await respond(rig, "And now?", conversation=conversation.id)
+        assert context_of(rig).endswith(
+            '<tool_response>\n{"sky": "a"}\n</tool_response><|im_end|>\n'
+            "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
 async def test_other_tools_are_another_session() -> None:
     async with tool_door("Hello.") as rig:
         first = await respond(rig, "hi")

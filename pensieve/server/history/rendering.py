@@ -276,7 +276,7 @@ class Renderer:
 
     def _history_item(self, item: Item) -> HistoryItem:
         last = unpack_tokens(item.tokens[-4 * self._tokenizer.tail_tokens :])
-        return self._tokenizer.seen(item.role, last, verbatim=item.verbatim)
+        return self._tokenizer.seen(item.role, last, verbatim=item.verbatim, text=item.text)
 
 
 def turn_starts(history: History) -> list[int]:
