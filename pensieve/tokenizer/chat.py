@@ -78,6 +78,10 @@ class ChatTokenizer:
         end = EosTexts(eos_texts).after(closing, 0, len(closing))
         behind = self._encoder.encode(closing[end:], Preceding.CONTROL).ids if end is not None else []
         self._ends = EosTexts(eos_texts, tuple(behind))
+        rest = template.closings[Role.TOOL][len(template.shared_closing) :]
+        # Only a control token, which no content has, tells whether a result was closed.
+        tells = self._encoder.control_end(rest, 0) is not None
+        self._result_rest = self._encoder.encode(rest, Preceding.TEXT).ids if tells else []
         special = hidden_ids(folder.backend)
         self._token_bytes = TokenBytes(folder.backend, folder.decoder, special)
         added = folder.backend.get_added_tokens_decoder().items()
@@ -159,8 +163,10 @@ class ChatTokenizer:
         """Indexes of the items of a history that ``render`` needs: few, however long it is."""
         return self._template.window(roles)
 
-    def seen(self, role: Role, tokens: TokenArray | Sequence[int], *, verbatim: bool = False) -> HistoryItem:
-        """The ``HistoryItem`` for an item's tokens, of which the last ``tail_tokens`` suffice."""
+    def seen(
+        self, role: Role, tokens: TokenArray | Sequence[int], *, verbatim: bool = False, text: str = ""
+    ) -> HistoryItem:
+        """The ``HistoryItem`` for an item's tokens, of which the last ``tail_tokens`` suffice, and its text."""
         behind = len(self._ends.behind)
         is_whole = (
             role is Role.ASSISTANT
@@ -168,11 +174,32 @@ class ChatTokenizer:
             and tuple(map(int, tokens[len(tokens) - behind :])) == self._ends.behind
             and self.is_closed(tokens[: len(tokens) - behind])
         )
-        return HistoryItem(role, verbatim, self.is_closed(tokens), is_whole)
+        is_result = role is Role.TOOL and not verbatim
+        return HistoryItem(
+            role,
+            verbatim,
+            self.is_closed(tokens),
+            is_whole,
+            self._closed_chars(list(map(int, tokens)), text) if is_result else None,
+        )
+
+    def _closed_chars(self, tokens: list[int], text: str) -> int | None:
+        """``HistoryItem.closed_chars`` of a result. Its last token begins in its content."""
+        rest = self._result_rest
+        if not rest or not tokens or rest[0] in tokens[-len(rest) :]:
+            return None
+        pieces = [
+            self._token_bytes[token].decode("utf-8", "replace") for token in tokens[-self.tail_tokens :]
+        ]
+        end, shared = "".join(pieces), self._template.shared_closing
+        counts = [n for n in range(len(pieces[-1])) if end.endswith(shared[:n])]
+        return max(
+            (n for n in counts if end.endswith(text[-1:] + shared[:n])), default=max(counts, default=0)
+        )
 
     @property
     def tail_tokens(self) -> int:
-        return len(self._ends.behind) + 1
+        return max(len(self._ends.behind), len(self._result_rest)) + 1
 
     @property
     def warnings(self) -> tuple[str, ...]:

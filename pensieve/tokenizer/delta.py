@@ -40,6 +40,9 @@ class HistoryItem:
     """Its last token is one of ``eos_token_ids``."""
     complete: bool = False
     """Ends with the template's whole closing of an answer, including the end-of-sequence token."""
+    closed_chars: int | None = None
+    """Characters of the closing in the tokens of a result that another one followed in the same block. None: it is
+    closed, or no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,11 @@ class DeltaRenderer:
         last = self._items[-1]
         if last.ends_with_eos:
             return Preceding.CONTROL
-        if last.verbatim or (last.role is Role.ASSISTANT and not last.complete):
+        if (
+            last.verbatim
+            or last.closed_chars is not None
+            or (last.role is Role.ASSISTANT and not last.complete)
+        ):
             return Preceding.TEXT
         closing = self._template.closings[last.role]
         return Preceding.CONTROL if self._encoder.ends_in_control(closing) else Preceding.TEXT
@@ -179,6 +186,8 @@ class DeltaRenderer:
             return []
         last = self._items[-1]
         prompt = self._template.generation_prompt(_roles(self._items), self._inputs.tools)
+        if last.closed_chars is not None:
+            prompt = self._template.closings[Role.TOOL][last.closed_chars :] + prompt
         if last.role is Role.ASSISTANT and not last.complete:
             closing = self._template.closings[Role.ASSISTANT]
             end = self._ends.after(closing, 0, len(closing))
@@ -209,8 +218,8 @@ class _GroupRenderer:
         self._template, self._encoder, self._ends = template, encoder, ends
         self._group = group
         self._inputs = inputs
-        if items and items[-1].role is group[0].role is Role.TOOL:
-            # Results that were rendered earlier are closed: new ones begin a new block.
+        if items and items[-1].role is group[0].role is Role.TOOL and items[-1].closed_chars is None:
+            # Results that were rendered earlier are closed, as a rule: new ones begin a new block.
             items = items[
                 : max((n + 1 for n, item in enumerate(items) if item.role is not Role.TOOL), default=0)
             ]
@@ -267,7 +276,7 @@ class _GroupRenderer:
     def _rendered(self, roles: Roles) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         """The text of the conversation, where the content of each message of the group ends, and its shields."""
         plain = self._say(roles, None)
-        for is_marked in (_always, _is_plain_text):
+        for is_marked in (_always, _has_words, _is_plain_text):
             try:
                 text, marks, shields = self._remove_marks(self._say(roles, is_marked))
             except TemplateRefused:
@@ -374,6 +383,8 @@ class _GroupRenderer:
         if not self._items:
             return 0
         last, (_, end) = self._items[-1], find_marker(text, len(self._items) - 1)
+        if last.closed_chars is not None:
+            return end + last.closed_chars
         after = self._closing_end(last.role, text, end, is_first=len(self._items) == 1)
         if last.verbatim or last.role is not Role.ASSISTANT:
             return after
@@ -426,6 +437,11 @@ class _GroupRenderer:
 
 def _always(_: str) -> bool:
     return True
+
+
+def _has_words(text: str) -> bool:
+    """Whether a mark leaves it that a content has words: templates ask for that."""
+    return bool(text.strip())
 
 
 def _is_plain_text(text: str) -> bool:

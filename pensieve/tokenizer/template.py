@@ -19,6 +19,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import jinja2
@@ -115,6 +116,9 @@ class ChatTemplate:
         """``tags``: the template handles <think> blocks; ``open``: it opens one for each answer itself; else ""."""
         self.closings = self._probe_closings()
         """The text after the content of a last message, by role; "" where a conversation cannot end so."""
+        self.shared_closing = self._probe_shared_closing()
+        """The beginning of a result's closing that is also written before another result; all of it if that has a
+        block of its own."""
         self._closing_patterns = {role: _with_any_ids(text) for role, text in self.closings.items()}
         self.call_style = self._probe_calls()
         """Form of calls in earlier answers; None if the template does not show them."""
@@ -211,8 +215,13 @@ class ChatTemplate:
             return ""
 
     def next_closing_end(self, role: Role, text: str, start: int, stop: int) -> int | None:
-        """Where the first closing in ``text[start:stop]`` ends; None when there is none, or closings are empty."""
+        """Where a message ends in ``text[start:stop]`` whose content is not known: behind the first closing, or before
+        that of a result in one block with the next. None when there is none, or closings are empty."""
         match = self._closing_patterns[role].search(text, start, stop) if self.closings[role] else None
+        if role is Role.TOOL and 0 < len(self.shared_closing) < len(self.closings[role]):
+            shared = text.find(self.shared_closing, start, stop)
+            if shared >= 0 and (match is None or shared < match.start()):
+                return shared
         return None if match is None else match.end()
 
     # ---- rendering with markers
@@ -362,11 +371,23 @@ class ChatTemplate:
     def _probe_closings(self) -> dict[Role, str]:
         user, assistant = Role.USER, Role.ASSISTANT
         return {
-            Role.SYSTEM: self._marked.closing((Role.SYSTEM,)),
+            # Some templates write a system message that is not the first in another way.
+            Role.SYSTEM: self._marked.closing((user, Role.SYSTEM)) or self._marked.closing((Role.SYSTEM,)),
             user: self._marked.closing((user,)),
             assistant: self._marked.closing((user, assistant)),
             Role.TOOL: self._marked.closing((user, assistant, Role.TOOL)),
         }
+
+    def _probe_shared_closing(self) -> str:
+        roles, closing = (Role.USER, Role.ASSISTANT, Role.TOOL, Role.TOOL), self.closings[Role.TOOL]
+        try:
+            text = self._marked.text(roles)
+            between = text[find_marker(text, 2)[1] : find_marker(text, 3)[0]]
+        except TemplateRefused:
+            return closing
+        return "".join(
+            one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(closing, between, strict=False))
+        )
 
     def _probe_calls(self) -> CallStyle | None:
         for style in (CallStyle(null, text) for text in (False, True) for null in (False, True)):

@@ -10,7 +10,9 @@ from pensieve.client import AsyncClient
 from pensieve.client.arguments import SessionChanges
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
+from support.http.tool_rig import context_of, tool_door
 from support.service.service_rig import ANSWER
+from support.tool_templates import WEATHER
 
 SETTINGS: SessionChanges = {"overflow": "drop_oldest_turns", "default_sampling": {"temperature": 0.9}}
 
@@ -82,3 +84,22 @@ async def test_a_branch_after_a_response_has_its_settings(instructions: str) -> 
         )
         assert last_session(rig) != source
         await check_settings(rig, last_session(rig))
+
+
+async def test_a_response_has_its_own_instructions_and_tools() -> None:
+    """They are those of the response before, and the session was given others over gRPC since."""
+    asked: Any = {
+        "model": "tiny",
+        "instructions": "Be brief.",
+        "tools": [{"type": "function", **WEATHER["function"]}],
+    }
+    async with tool_door("Hello.") as rig:
+        first = await rig.client.responses.create(input="hi", **asked)
+        async with AsyncClient(rig.service.target) as client:
+            changed = client.session(last_session(rig))
+            await changed.update(tools=[{"type": "function", "function": {"name": "traffic"}}])
+            await changed.update(system_prompt="Be rude.")
+        await rig.client.responses.create(input="and?", previous_response_id=first.id, **asked)
+        # The prompt that the session was given counts as a system message of the conversation.
+        assert context_of(rig).startswith("<|im_start|>system\nBe brief.\n\nBe rude.")
+        assert "Tells the weather" in context_of(rig) and "traffic" not in context_of(rig)

@@ -160,6 +160,27 @@ async def test_added_calls_are_listed_with_the_ids_of_their_results() -> None:
         assert names[:6] == ["", "b", "a", "b", "a", ""] and names[6].startswith("call_")
 
 
+async def test_a_result_that_was_removed_is_gone_for_the_model() -> None:
+    call = {"type": "function_call", "name": "weather", "arguments": '{"town": "Rome"}'}
+    async with tool_door("Blue.") as rig:
+        items: Any = [
+            {"role": "user", "content": "How is it?"},
+            *({**call, "call_id": name} for name in "ab"),
+            *(
+                {"type": "function_call_output", "call_id": name, "output": f'{{"sky": "{name}"}}'}
+                for name in "ab"
+            ),
+        ]
+        conversation = await rig.client.conversations.create(items=items)
+        newest = (await rig.client.conversations.items.list(conversation.id)).data[0]
+        await rig.client.conversations.items.delete(str(newest.id), conversation_id=conversation.id)
+        await respond(rig, "And now?", conversation=conversation.id)
+        assert context_of(rig).endswith(
+            '<tool_response>\n{"sky": "a"}\n</tool_response><|im_end|>\n'
+            "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
 async def test_other_tools_are_another_session() -> None:
     async with tool_door("Hello.") as rig:
         first = await respond(rig, "hi")
@@ -212,6 +233,42 @@ async def test_what_was_called_is_part_of_what_was_said() -> None:
         await say(rig, history)
         assert len({turn.session for turn in rig.service.link.generations}) == 2
         assert "Oslo" in context_of(rig)
+
+
+async def test_results_belong_to_their_calls() -> None:
+    """Two conversations that differ only in which call a result belongs to are not taken for each other."""
+    rome, oslo = (
+        f'{{"name": "weather", "arguments": {{"town": "{town}"}}, "id": "{town.lower()}00001"}}'
+        for town in ("Rome", "Oslo")
+    )
+    async with tool_door(f"[TOOL_CALLS][{rome}, {oslo}]", "Well.", style="mistral") as rig:
+        asked: list[Any] = [{"role": "user", "content": "How is it?"}]
+        asked.append(await chat(rig, asked, False))
+        talks, contexts = [], []
+        for names in (("rome00001", "oslo00001"), ("oslo00001", "rome00001")):
+            results = [
+                {"role": "tool", "tool_call_id": name, "content": text}
+                for name, text in zip(names, ("20", "5"), strict=True)
+            ]
+            talks.append([*asked, *results])
+            talks[-1].append(await chat(rig, talks[-1], False))
+            contexts.append(context_of(rig))
+        assert contexts[0] != contexts[1]
+        for talk, context in zip(talks, contexts, strict=True):
+            await say(rig, [*talk, {"role": "user", "content": "Thanks"}])
+            assert context_of(rig).startswith(context)
+
+
+async def test_an_answer_whose_white_space_was_changed_is_another() -> None:
+    async with tool_door("Hello. ") as rig:
+        history: list[Any] = [{"role": "user", "content": "hi"}]
+        history.append(await chat(rig, history, False))
+        history.append({"role": "user", "content": "Thanks"})
+        await say(rig, history)
+        assert "Hello. <|im_end|>" in context_of(rig)
+        history[1]["content"] = "Hello."
+        await say(rig, history)
+        assert "Hello.<|im_end|>" in context_of(rig)
 
 
 async def chat(rig: HttpRig, history: list[Any], stream: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pensieve import core
-from pensieve.client import AsyncClient, CallingMessage, FunctionCall, Role, ToolResult
+from pensieve.client import AsyncClient, AsyncSession, CallingMessage, FunctionCall, Role, ToolResult
 from pensieve.errors import FailedPrecondition, InvalidArgument
 from pensieve.server.values import InputEntry, NewTurn
 from pensieve.speech import CallForm, read
@@ -125,6 +125,42 @@ async def test_other_tools_are_what_a_new_session_would_show(style: str, system:
             assert context_of(rig, -2) == context_of(rig, -1)
             assert ("traffic" in context_of(rig)) is (tools == [TRAFFIC])
             await session.rewind(to_item=(await session.items())[2 if system else 1].item)
+
+
+BEGINNINGS: dict[str, list[Any]] = {
+    "a system message": [("system", "Be kind."), ("user", "hi")],
+    "a call": [
+        CallingMessage((FunctionCall("weather", '{"town": "Rome"}', "rome00001"),)),
+        ToolResult("1", "rome00001"), ("user", "hi"),
+    ],
+    "a result": [ToolResult("1", "rome00001"), ("user", "hi")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+@pytest.mark.parametrize("style", ["qwen", "llama", "mistral"])
+async def test_a_history_that_does_not_begin_with_a_question_gets_another_beginning(
+    style: str, beginning: str
+) -> None:
+    if beginning in {"llama": ["a result"], "mistral": ["a system message", "a call"]}.get(style, []):
+        pytest.skip("the template does not take it")
+    past = [*BEGINNINGS[beginning], ("assistant", "Hello.")]
+    async with opened("Hello.", style=style) as (rig, client):
+        session = await client.create_session(tools=[WEATHER], initial_items=past)
+        for system, tools in (("Be brief.", [TRAFFIC]), ("", [WEATHER]), ("Be rude.", [])):
+            fresh = await client.create_session(tools=tools, system_prompt=system, initial_items=past)
+            await fresh.send("and?")
+            await session.send(
+                "and?", turn_system_prompt=system, turn_tools=tools, replace_after_item=await last(session)
+            )
+            await session.update(system_prompt=system, tools=tools)
+            await session.send("and?", replace_after_item=await last(session))
+            assert context_of(rig, -3) == context_of(rig, -2) == context_of(rig, -1)
+
+
+async def last(session: AsyncSession) -> int:
+    """The number of the last item of the past that all sessions share."""
+    return next(item.item for item in await session.items() if item.text == "Hello.")
 
 
 async def test_tools_that_could_not_be_shown() -> None:

@@ -121,6 +121,36 @@ def test_results_come_one_by_one(chat: ChatTokenizer) -> None:
     assert added.count("<tool_response>") == added.count("</tool_response>")
 
 
+@pytest.mark.parametrize("first", ["blue.", "blue\n", '{"sky": "blue"}', "", "</tool_response>"])
+@pytest.mark.parametrize("second", ["grey", '{"sky": "grey"}'])
+def test_a_history_that_is_cut_between_results(
+    model: tuple[str, Path], chat: ChatTokenizer, oracle: Any, first: str, second: str
+) -> None:
+    calls = (ROME,) if model[0] == "llama" else (ROME, OSLO)
+    past = [*ASKED, TextMessage(A, "", calls), TextMessage(T, first, call_id="rome00001")]
+    context = RenderContext(Tools(TOOLS))
+    told = [*past, TextMessage(T, second, call_id="oslo00002"), TextMessage(A, "So so.")]
+    kept = chat.render((), told, generation_prompt=False, context=context).item_tokens[: len(past)]
+    history = [chat.seen(one.role, ids, text=one.text) for one, ids in zip(past, kept, strict=True)]
+    other = TextMessage(T, "red", call_id="oslo00002")
+    news: list[list[TextMessage]] = [[], [TextMessage(A, "Red."), *ASKED]]
+    if model[0] != "mistral":  # it wants an answer first
+        news += [ASKED, [TextMessage(S, "Be brief.")]]
+    if model[0] == "qwen":  # the only one that writes both results into one block
+        news += [[other], [other, TextMessage(A, "Red."), *ASKED]]
+    for new in news:
+        made = chat.render(history, new, generation_prompt=True, context=context)
+        ids = [*kept, *made.item_tokens, made.generation_prompt]
+        assert [token for part in ids for token in part.tolist()] == whole(oracle, [*past, *new])
+
+
+def test_a_system_message_behind_a_question(chat: ChatTokenizer, oracle: Any) -> None:
+    """A template may close it in another way than the first one."""
+    turns = [ASKED, [TextMessage(S, "Be brief.")], ASKED]
+    said = [one for turn in turns for one in turn]
+    assert delta(chat, turns) == delta(chat, [said]) == whole(oracle, said)
+
+
 def test_words_beside_a_call(model: tuple[str, Path], chat: ChatTokenizer, oracle: Any) -> None:
     turns = [ASKED, [TextMessage(A, "Let me see.", (ROME,))], TOLD]
     assert delta(chat, turns) == whole(oracle, [one for turn in turns for one in turn])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -121,13 +121,14 @@ class HashedHistory:
         self.transcript = transcript
         self.last_answer: tuple[str, Message] | None = None
         add(_frame(Message(Role.SYSTEM, transcript.preamble)))
+        frames = _frames((*transcript.history, *transcript.new))
         for number, one in enumerate(transcript.history, 1):
             if number == len(transcript.history):
                 self.last_answer = for_all.hexdigest(), one
-            add(_frame(one))
+            add(next(frames))
         self.history_key = own.digest()
-        for one in transcript.new:
-            add(_frame(one))
+        for frame in frames:
+            add(frame)
         self.mark = for_all.hexdigest()
         """Identifies all messages before the answer; the service finds the turn by it."""
         self._own = own
@@ -189,6 +190,24 @@ def make_history(messages: Sequence[Message], param: str, *, answered: bool = Fa
     return MessageHistory(system, tuple(messages[first : last + 1]), new, summary=summary)
 
 
+def _frames(messages: Sequence[Message]) -> Iterator[bytes]:
+    """Encode each message. Clients may change ids, but not which call a result belongs to: some templates write that.
+    A result is told from others by its call only if results do not come in the order of the calls."""
+    places: dict[str, int] = {}
+    due = 0
+    for one in messages:
+        if one.role is Role.ASSISTANT:
+            places, due = {call.id: place for place, call in enumerate(one.calls)}, 0
+        link = b""
+        if one.role is Role.TOOL:
+            place = places.get(one.call_id)
+            if one.call_id and place != due:
+                name = one.call_id if place is None else str(place)
+                link = f"for:{place is None}:{len(name)}:{name}".encode("utf-8", "surrogatepass")
+            due += 1
+        yield _frame(one) + link
+
+
 def _frame(said: Message) -> bytes:
     """Encode a message with its lengths."""
     data = said.text.encode("utf-8", "surrogatepass")
@@ -203,8 +222,9 @@ def _frame(said: Message) -> bytes:
 def _same_answer(one: Message, other: Message) -> bool:
     """Whether two answers say the same. White space around their text is ignored where they have calls:
     ``SpeechReader`` drops it."""
+    texts = [each.text.strip() if each.calls else each.text for each in (one, other)]
     named = [[(call.name, _canonical(call.arguments)) for call in each.calls] for each in (one, other)]
-    return one.text.strip() == other.text.strip() and named[0] == named[1]
+    return texts[0] == texts[1] and named[0] == named[1]
 
 
 def _canonical(arguments: str) -> str:

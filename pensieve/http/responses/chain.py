@@ -207,12 +207,16 @@ class ResponseStarter:
         assert branch.info is not None
         if branch.info.revision == 1:
             changes = place.changes
-            if place.head is not None and not conversation_id(place.head.session_id):
-                drops = place.head.drops_oldest
+            head, before = place.head, self.body.instructions
+            if head is not None and "system_prompt" in changes:
+                before = await self.prompt_instructions(head, branch.info.system_prompt)
+            if head is not None and not conversation_id(head.session_id):
+                drops = head.drops_oldest
                 changes = {"overflow": overflow_policy(drops_oldest=drops), "default_sampling": {}, **changes}
-            if place.head is not None and "system_prompt" in changes:
-                prompt = branch.info.system_prompt
-                system = without_instructions(prompt, await self.prompt_instructions(place.head, prompt))
+                if not self.keeps_settings:  # the same as before, but the session may have others now
+                    changes = {"system_prompt": "", "tools": self.use.text, **changes}
+            if head is not None and "system_prompt" in changes:
+                system = without_instructions(branch.info.system_prompt, before)
                 changes = {**changes, "system_prompt": with_instructions(system, self.body.instructions)}
             await set_on_branch(branch, changes)
         early, last = split_new(self.asked.messages)

@@ -6,7 +6,7 @@ import datetime as dt
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from pensieve.errors import ContextLimitExceeded, FailedPrecondition, InvalidArg
 from pensieve.server.history.cuts import renumbered_view, without_prompt
 from pensieve.server.history.lanes import MESSAGE_WORK, TextLanes
 from pensieve.server.values import InputEntry, RawEntry, ToolEntry
-from pensieve.speech import render_answer
+from pensieve.speech import CLOSE_THOUGHT, OPEN_THOUGHT, PLAIN, SpeechForm, read, render_answer
 from pensieve.store.records import History, Item, Overflow, SessionConfig
 from pensieve.tokenizer import (
     ChatTokenizer,
@@ -276,7 +276,7 @@ class Renderer:
 
     def _history_item(self, item: Item) -> HistoryItem:
         last = unpack_tokens(item.tokens[-4 * self._tokenizer.tail_tokens :])
-        return self._tokenizer.seen(item.role, last, verbatim=item.verbatim)
+        return self._tokenizer.seen(item.role, last, verbatim=item.verbatim, text=item.text)
 
 
 def turn_starts(history: History) -> list[int]:
@@ -353,9 +353,10 @@ async def with_prompt(
 ) -> tuple[tuple[Item, ...], list[Item]]:
     """A new system prompt (nothing if "") and the other live items from ``keep_from`` on, renumbered after it.
 
-    Of the reused tokens, only the glue of the first item can be wrong (beginning of sequence, role header,
-    tools). It is rendered anew if rendering it in the old place reproduces the stored tokens. Raises
-    FailedPrecondition (TOOLS_NOT_CHANGEABLE) when changed tools would not appear in the context.
+    Of the reused tokens, only those of the first items can be wrong: up to the first that is no system message, or
+    the first of the user (beginning of sequence, role header, tools). They are rendered anew if rendering them in the
+    old place reproduces the stored tokens. Raises FailedPrecondition (TOOLS_NOT_CHANGEABLE) when changed tools would
+    not appear in the context.
     """
     number = base.head_item + 1
     whole = without_prompt(base)
@@ -370,18 +371,53 @@ async def with_prompt(
     moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
     # Many templates show tools in the first user message, which may be among the items that are dropped.
     shown = not moved or (config.tools == base.config.tools and not (config.tools and len(rest) < len(whole)))
-    if moved and not moved[0].verbatim:
-        first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
-        entry = (InputEntry(first.role, first.text),)
-        stamp = ItemStamp(first.number, first.request_id, first.create_ms)
-        (again,), _ = await renderer.items(old, entry, stamp)
-        if again.tokens == first.tokens:
-            (here,), _ = await renderer.items(replace(changed, items=head), entry, stamp)
-            moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
+    old = replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
+    here = replace(changed, items=head)
+    for count, speech in product(_beginnings(rest), (renderer.tokenizer.speech, PLAIN)):
+        first, entries = moved[:count], tuple(entry_of(item, speech) for item in rest[:count])
+        stamp = ItemStamp(first[0].number, "", time_ms)
+        # Only the last answer of a conversation has all of its closing.
+        after = rest[count].role if count < len(rest) else Role.USER
+        follow = (after,) if first[-1].role is Role.ASSISTANT else ()
+        try:
+            again, _ = await renderer.items(old, entries, stamp, followed_by=follow)
+        except InvalidArgument:
+            continue
+        if [item.tokens for item in again] == [item.tokens for item in first]:
+            made, _ = await renderer.items(here, entries, stamp, followed_by=follow)
+            moved[:count] = [_with_tokens(item, new.tokens) for item, new in zip(first, made, strict=True)]
             shown = True
+            break
     if not shown:
         raise FailedPrecondition(
             "the session's first message cannot be rendered again with other tools: create a new session with them",
             reason="TOOLS_NOT_CHANGEABLE",
         )
     return head, moved
+
+
+def _beginnings(items: Sequence[Item]) -> list[int]:
+    """How many items may have to be rendered anew, the larger number first. They must have been given as text."""
+    roles = [item.role for item in items]
+    user = roles.index(Role.USER) + 1 if Role.USER in roles else len(roles)
+    first = next((n for n, role in enumerate(roles, 1) if role is not Role.SYSTEM), len(roles))
+    counts = dict.fromkeys((user, first))
+    return [count for count in counts if count and not any(item.verbatim for item in items[:count])]
+
+
+def _with_tokens(item: Item, tokens: bytes) -> Item:
+    """``item`` with another beginning. A generated answer's generation prompt is part of that."""
+    more = packed_length(tokens) - packed_length(item.tokens)
+    prefix = item.prefix_tokens + more if item.prefix_tokens else 0
+    return msgspec.structs.replace(item, tokens=tokens, prefix_tokens=prefix)
+
+
+def entry_of(item: Item, speech: SpeechForm) -> InputEntry:
+    """The input that gives this item again. ``speech``: how calls are found in its text."""
+    answer = read(item.text, speech) if item.role is Role.ASSISTANT else None
+    if answer is not None and answer.calls:
+        thought = f"{OPEN_THOUGHT}\n{answer.thoughts}\n{CLOSE_THOUGHT}\n\n" if answer.thoughts else ""
+        return ToolEntry(item.role, f"{thought}{answer.words}", calls=answer.calls)
+    if item.role is Role.TOOL:
+        return ToolEntry(item.role, item.text, call_id=item.call_id)
+    return InputEntry(item.role, item.text)

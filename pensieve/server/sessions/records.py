@@ -13,8 +13,16 @@ from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import renumbered_view, system_item, truncated_to, without_prompt
-from pensieve.server.history.rendering import ItemStamp, Renderer, check_tools, turn_starts, with_prompt
-from pensieve.server.values import InputEntry, ToolEntry
+from pensieve.server.history.rendering import (
+    ItemStamp,
+    Renderer,
+    check_tools,
+    entry_of,
+    turn_starts,
+    with_prompt,
+)
+from pensieve.server.values import InputEntry
+from pensieve.speech import PLAIN
 from pensieve.store.records import (
     History,
     Item,
@@ -216,7 +224,7 @@ async def _from_texts(
             metadata={"item": str(verbatim)},
         )
     head = (InputEntry(Role.SYSTEM, config.prompt),) if config.prompt else ()
-    entries = [*head, *(_said(item) for item in rest)]
+    entries = [*head, *(entry_of(item, PLAIN) for item in rest)]
     stamp = ItemStamp(base.head_item + 1, "", time_ms)
     # Rendered as if the conversation goes on: the last answer ends with its end-of-sequence token, like a
     # generated one.
@@ -226,9 +234,3 @@ async def _from_texts(
         for old, new in zip(rest, made[len(head) :], strict=True)
     ]
     return made[: len(head)], moved
-
-
-def _said(item: Item) -> InputEntry:
-    if item.role is Role.TOOL:
-        return ToolEntry(item.role, item.text, call_id=item.call_id)
-    return InputEntry(item.role, item.text)
