@@ -193,6 +193,8 @@ class TurnEnd:
     """When generation ended and the commit began."""
     compact_at: int = 0
     """The session's, in tokens of context; 0: never."""
+    generated_tokens: int = 0
+    """Tokens of all candidates or beams, also of those that were not kept, which ``usage`` leaves out."""
 
 
 @dataclass(frozen=True, slots=True)

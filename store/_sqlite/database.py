@@ -167,7 +167,7 @@ class SqliteDatabase:
         connection = self.file.connection()
         try:
             connection.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")
-            connection.execute("BEGIN IMMEDIATE")
+            self.file.begin(connection)
             try:
                 rows = Rows(connection, self._ids)
                 result = work(rows)

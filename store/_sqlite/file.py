@@ -38,6 +38,7 @@ from pensieve.store._sqlite.errors import (
     lenient_text,
     may_be_damage,
     os_to_store_error,
+    primary_code,
     to_store_error,
 )
 from pensieve.store._sqlite.examination import (
@@ -95,6 +96,8 @@ class SqliteFile:
         self._refusal: PensieveError | None = None
         self._refuse_until = 0.0
         self._checked_at = -math.inf
+        self._is_busy = False
+        """The last change found the file in use to the end of its wait."""
 
     def open(self, *, look_over: bool = True, progress: Progress | None = None) -> None:
         """Lock the file; create or check its schema. Raises FailedPrecondition, Unavailable or DataLoss.
@@ -368,6 +371,16 @@ class SqliteFile:
             connection.close()
         for reader in self._readers:
             reader.close()
+
+    def begin(self, connection: sqlite3.Connection) -> None:
+        """Begin a change. Changes wait one after the other: while another program writes, only the first one waits."""
+        try:
+            with self._no_busy_wait(connection) if self._is_busy else contextlib.nullcontext():
+                connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            self._is_busy = primary_code(error) == sqlite3.SQLITE_BUSY
+            raise
+        self._is_busy = False
 
     @contextlib.contextmanager
     def _no_busy_wait(self, connection: sqlite3.Connection) -> Iterator[None]:

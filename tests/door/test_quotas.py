@@ -11,7 +11,7 @@ from pensieve.errors import PensieveError
 from pensieve.server.keys import TenantLimits, TenantTable
 from pensieve.server.sessions import quotas
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service.drawn_turns import drawing
+from support.service.drawn_turns import TOKENS, begun, drawing, rest
 from support.service.service_rig import Rig, refusal, serving, spec, uid
 
 OTHER = (("tenant", "other"),)
@@ -108,6 +108,40 @@ async def test_beyond_its_tokens_a_minute_a_tenant_warms_nothing() -> None:
         assert (await rig.run(name, "hi")).output.text
         assert (await rig.api.WarmSession(warm)).refused == "busy"
         assert_quota(await refusal(rig.run(name, "more")), "tokens_per_minute")
+
+
+async def charged(rig: Rig, name: str) -> float:
+    """Tokens that a tenant with a limit of one has used: it is told when they are paid off."""
+    error = await refusal(rig.run(name, "more"))
+    assert_quota(error, "tokens_per_minute")
+    assert error.retry_after_s
+    return error.retry_after_s / 60
+
+
+@pytest.mark.parametrize("kind", ["candidates", "kept", "beams", "cut beams"])
+async def test_tokens_that_are_not_kept_count(kind: str) -> None:
+    """Of further candidates, of beams, and behind the end that a cancel keeps."""
+    turn = drawing(4) if kind == "candidates" else spec("hi")
+    if "beams" in kind:
+        turn.sampling.beam_width = 4
+    async with serving(answer=None, tenants=table(tokens_per_minute=1)) as rig:
+        name = await rig.create()
+        call, generation = await begun(rig, name, turn)
+        for candidate in range(4 if kind == "candidates" else 1):
+            if kind != "cut beams":
+                generation.emit(*TOKENS, candidate=candidate)
+        if kind in ("kept", "cut beams"):
+            view = await rig.cancel(name, turn.request_id, keep_output_tokens=0)
+        else:
+            generation.finish(output=len(TOKENS))
+            view = (await rest(call)).completed
+        made = (await charged(rig, name)) - view.usage.new_tokens - view.usage.recomputed_tokens
+        usage = (await rig.api.GetUsage(pb.GetUsageRequest())).usage
+        if kind == "cut beams":  # estimated: they were not shown
+            assert made > 4 * 100
+        else:
+            expected = len(TOKENS) * (1 if kind == "kept" else 4)
+            assert made == pytest.approx(expected, abs=0.5) and usage.output_tokens == expected
 
 
 async def test_stored_bytes() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pensieve import tracing
 from pensieve.client import AsyncClient, Client
+from pensieve.core import Usage
 from pensieve.server.app import StartError
 from pensieve.server.app import _explain as explained
-from pensieve.server.operations.traces import TracesError, open_traces
+from pensieve.server.operations.traces import CLOSE_S, TracesError, open_traces
+from pensieve.server.values import TurnEnd
+from pensieve.store import Key
 from support.engine.fake_engine import Script
 from support.otlp import Collector, collecting
 from support.service.server_process import ServerProcess, launched
@@ -150,6 +154,36 @@ assert ClientSettings("x").metadata("") == [("traceparent", span.header)]
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 """
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.timeout(60)
+async def test_a_collector_that_answers_without_end_does_not_hold_up_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The limit of an export is one for each read, and there may be many exports."""
+
+    enough, closed = asyncio.Event(), asyncio.Event()
+
+    async def trickle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+        while not enough.is_set():
+            writer.write(b"x")
+            await asyncio.sleep(0.2)
+        writer.close()
+        await writer.wait_closed()
+        closed.set()
+
+    server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    traces = open_traces(f"http://127.0.0.1:{port}/v1/traces", model="m", version="1", instance="r")
+    traces.turn_ended(TurnEnd(Key("t", "s"), "eos", True, 1, 1, Usage(), 0.0, 0.0, 1.0))
+    before = time.monotonic()
+    await traces.close()
+    assert time.monotonic() - before < CLOSE_S + 2
+    assert "did not take the last traces" in caplog.text
+    enough.set()
+    await closed.wait()
+    server.close()
 
 
 def test_what_is_missing_is_said_in_a_line_that_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

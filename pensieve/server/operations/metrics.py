@@ -268,7 +268,7 @@ class Metrics:
     def turn_ended(self, end: TurnEnd) -> None:
         self._turns.turn_ended(end)
         if self._tenants is not None:
-            self._tenants.turn_ended(end.key.tenant, end.outcome, end.usage)
+            self._tenants.turn_ended(end)
 
     def turn_refused(self, tenant: str, reason: str) -> None:
         self._refusals.labels(reason.lower()).inc()
@@ -473,11 +473,12 @@ class TenantMetrics:
     def watch(self, tracker: UsageTracker) -> None:
         self._registry.register(_UsageCollector(tracker))
 
-    def turn_ended(self, tenant: str, outcome: str, usage: Usage) -> None:
-        self._turns.labels(tenant, outcome).inc()
+    def turn_ended(self, end: TurnEnd) -> None:
+        tenant, usage = end.key.tenant, end.usage
+        self._turns.labels(tenant, end.outcome).inc()
         self._tokens.labels(tenant, "computed").inc(usage.new_tokens + usage.recomputed_tokens)
         self._tokens.labels(tenant, "cached").inc(usage.gpu_cached_tokens + usage.swapped_in_tokens)
-        self._tokens.labels(tenant, "output").inc(usage.output_tokens)
+        self._tokens.labels(tenant, "output").inc(end.generated_tokens)
 
     def turn_refused(self, tenant: str, reason: str) -> None:
         self._refusals.labels(tenant, reason).inc()

@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import importlib.util
 import logging
+import threading
 import time
 from typing import Any, Final
 
@@ -49,6 +50,8 @@ def log_turn(end: TurnEnd) -> None:
 _MODULES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 EXPORT_TIMEOUT_S: Final = 3
+CLOSE_S: Final = 4
+"""For the last spans, when the server ends: one export that fails, and a little."""
 
 
 class TracesError(ValueError):
@@ -89,8 +92,14 @@ class TurnTraces:
         root.end(_ns(end.ended_at + epoch))
 
     async def close(self) -> None:
-        """Send remaining spans, waiting no longer than the exporter's timeout."""
-        await asyncio.to_thread(self._provider.shutdown)
+        """Send remaining spans, for at most ``CLOSE_S``."""
+        # The SDK tries one batch after the other, and a response that trickles in has no limit at all. A daemon: the
+        # process must not wait for it when it ends.
+        sending = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
+        sending.start()
+        await asyncio.to_thread(sending.join, CLOSE_S)
+        if sending.is_alive():
+            log.warning("the collector did not take the last traces in %d s", CLOSE_S)
 
     def _turn(self, end: TurnEnd) -> dict[str, Any]:
         return {

@@ -67,7 +67,7 @@ class UsageTracker:
         counts.turns += 1
         counts.computed_tokens += usage.new_tokens + usage.recomputed_tokens
         counts.cached_tokens += usage.gpu_cached_tokens + usage.swapped_in_tokens
-        counts.output_tokens += usage.output_tokens
+        counts.output_tokens += end.generated_tokens
 
     def turn_refused(self, tenant: str) -> None:
         self._counts[tenant].refused += 1

@@ -56,6 +56,9 @@ class TurnGeneration:
         self.first_token_at: float | None = None
         """On the event loop's clock, like the two before it."""
         self.timed_out = False
+        self.generated_tokens = 0
+        """Tokens of all candidates or beams, whether they are kept or not. None of a cut search."""
+        self._beams = 1
 
     def interrupt(self) -> None:
         """Stop within one engine step, or never start. Later events of the engine are ignored."""
@@ -75,7 +78,7 @@ class TurnGeneration:
         if self._interrupted:
             return
         loop = asyncio.get_running_loop()
-        self._ticket = ticket
+        self._ticket, self._beams = ticket, command.sampling.beam_width
         self.submitted_at = loop.time()
         self._done = loop.create_future()
         self._generation = link.submit(command, self)
@@ -90,6 +93,11 @@ class TurnGeneration:
             self._generation = None
             if timer is not None:
                 timer.cancel()
+
+    @property
+    def is_cut_search(self) -> bool:
+        """Whether it was a beam search that ended without an answer. Its tokens were never shown here."""
+        return self._started is not None and self._beams > 1 and not self.generated_tokens
 
     # ---- called by the link
 
@@ -108,6 +116,7 @@ class TurnGeneration:
         failpoint("mid_decode")
         if self.first_token_at is None:
             self.first_token_at = asyncio.get_running_loop().time()
+        self.generated_tokens += len(event.token_ids) * self._beams
         if event.candidate == 0:
             self._drafts = event.drafted, event.accepted
         output = self._buffer.take(event.candidate, event.token_ids, event.logprobs)

@@ -339,6 +339,7 @@ class TurnRun:
             submitted_at=self.generation.submitted_at,
             generated_at=self.generation.ended_at,
             compact_at=self.compact_at,
+            generated_tokens=self.generation.generated_tokens,
         )
 
     # ---- parts

@@ -358,7 +358,9 @@ class Turns:
         end = run.summary(outcome)
         had_lease = run.state.had_lease
         if run.ticket is not None:
-            used = end.usage.new_tokens + end.usage.recomputed_tokens + end.usage.output_tokens
+            used = end.usage.new_tokens + end.usage.recomputed_tokens + end.generated_tokens
+            if run.generation.is_cut_search:
+                used = max(used, round(run.ticket.work))
             run.ticket.on_ended(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
         if not had_lease:
             return
