@@ -15,7 +15,8 @@ from redis import exceptions
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._redis import scripts
-from pensieve.store._redis.clients import Address, Command, gather_all, make_client, parse_address
+from pensieve.store._redis.address import parse_address
+from pensieve.store._redis.clients import Address, Command, gather_all, make_client
 
 log = logging.getLogger(__name__)
 
@@ -301,9 +302,9 @@ class RedisLink:
             return replies
 
     async def names(self, pattern: str, kind: str) -> list[bytes]:
-        """Return the matching keys of one type. Has no time limit."""
+        """Return the matching keys of one type, some of them twice. Has no time limit."""
         with translate_errors(self.address):
-            return [name async for name in self._client.names(pattern, kind)]
+            return await self._client.names(pattern, kind)
 
     @property
     def primary(self) -> Address | None:

@@ -18,6 +18,7 @@ from pensieve.store._redis.link import MARKER
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.redis_store import RedisStore
 from support.store.redis_groups import ClusterGroup, cluster_group
+from support.store.redis_server import before_scan
 from support.store.store_bench import (
     LEASE_MS,
     TENANT,
@@ -92,6 +93,33 @@ async def test_sessions_lie_on_all_servers_and_follow_their_slots(group: Cluster
         assert len(await store.read(moved)) == 2
         assert (await store.usage("spread")).sessions == SESSIONS
         await store.purge_expired()
+
+
+@pytest.mark.fault(50)
+async def test_all_sessions_are_found_while_slots_move(
+    group: ClusterGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that goes to a server that was looked through already, from one that was not yet, is on none."""
+    names = [f"s{number}" for number in range(6000)]
+    with contextlib.closing(group.client()) as plain:
+        for one in plain.scan_iter(match="pv1:{moving/*", count=1000):
+            plain.delete(one)
+        filling = plain.pipeline()
+        for name in names:
+            filling.hset(session_keys(key(name, "moving"))[0], "state", "active")
+        filling.execute()
+
+        async def moved() -> None:
+            for name in names[:60]:
+                group.move_slot(plain.keyslot(session_keys(key(name, "moving"))[0]))
+
+        async with opened_redis(group.url) as store:
+            has_happened = before_scan(monkeypatch, 4, moved)
+            found = await store._index.stored_keys("moving")
+        assert has_happened() and {one.session_id for one in found} == set(names)
+        for name in names:
+            filling.delete(session_keys(key(name, "moving"))[0])
+        filling.execute()
 
 
 async def test_many_leases_are_a_round_trip_to_each_server(

@@ -28,7 +28,7 @@ from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import SessionRow
 from pensieve.store.redis_store import RedisStore
 from support.store.redis_groups import SERVICE, SentinelGroup, replace_primary, sentinel_group, until
-from support.store.redis_server import RedisServer
+from support.store.redis_server import RedisServer, before_scan
 from support.store.store_bench import counts, first_record, key, opened_redis, request, row, turn_record
 
 pytestmark = pytest.mark.redis
@@ -342,6 +342,28 @@ async def test_a_server_that_only_reads_hears_of_the_new_primary(group: Sentinel
         async with asyncio.timeout(LIMIT_S):  # the old one is not demoted in this test
             while (await reader.load(KEY)).revision < 3:
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.fault(48)
+async def test_all_sessions_are_found_amid_a_fail_over(
+    group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {f"s{number}" for number in range(3000)}
+    with contextlib.closing(group.primary().client()) as plain:
+        filling = plain.pipeline(transaction=False)
+        for name in names:
+            filling.hset(session_keys(key(name))[0], "state", "active")
+        filling.execute()
+        assert plain.execute_command("WAIT", 2, 10_000) == 2
+    async with opened_redis(group.url(replicas=1)) as store:
+
+        async def replaced() -> None:
+            await replace_primary(group)
+            await pool(store).get_master_address()
+
+        has_happened = before_scan(monkeypatch, 3, replaced)
+        found = await store.dump().keys()
+        assert has_happened() and {one.session_id for one in found} == names
 
 
 class Told:
