@@ -71,6 +71,8 @@ OLDEST_S = 1.0
 BEAT = "pv1:beat"
 BEATS = 4096
 """Keys tried to find one on a given server of a Cluster."""
+LINK_SLACK_MS = 3000
+"""A Sentinel hears of its replicas' links once in a second or so while they are broken."""
 _REDIRECTS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 
 
@@ -248,14 +250,34 @@ class _Sentinels(Sentinel):
         address = named[0].decode() if isinstance(named[0], bytes) else named[0], named[1]
         promoted = address != (state["ip"], state["port"])
         is_up = promoted or self.check_master_state(state, service_name)
-        following = 0 if promoted else sum(map(_follows, replicas))
+        following = 0 if promoted else _following(state, replicas)
         return _Named(state["config-epoch"], promoted, is_up, address, following)
 
 
-def _follows(replica: Mapping[str, Any]) -> bool:
-    """Whether a Sentinel would let this replica take its primary's place."""
-    up = not (replica["is_sdown"] or replica["is_odown"] or replica["is_disconnected"])
-    return up and replica.get("role-reported") == "slave" and replica.get("master-link-status") == "ok"
+def _following(state: Mapping[str, Any], replicas: Collection[Mapping[str, Any]]) -> int:
+    """Return how many of its replicas a Sentinel may let take their primary's place: see Sentinel's own
+    ``sentinelSelectSlave``. ``state``: of the service.
+
+    It looks at no link: one that lost its primary a while ago, as each does when the primary is started anew, is
+    promoted while the others go on to confirm changes.
+    """
+    downs = ("is_sdown", "is_odown", "is_disconnected")
+    up = [
+        one
+        for one in replicas
+        if one.get("role-reported") == "slave" and not any(one[is_down] for is_down in downs)
+    ]
+    linked = [one for one in up if one["master-link-status"] == "ok"]
+    first = min((one["slave-priority"] for one in linked), default=0)
+
+    def may_come_first(replica: Mapping[str, Any]) -> bool:
+        priority = replica["slave-priority"]
+        if replica["slave-repl-offset"] <= 1:  # as while it copies its primary: who has more comes first
+            return bool(0 < priority < first)
+        limit_ms = 10 * state["down-after-milliseconds"] + LINK_SLACK_MS
+        return bool(priority and (state["is_sdown"] or replica["master-link-down-time"] <= limit_ms))
+
+    return len(linked) + sum(may_come_first(one) for one in up if one not in linked)
 
 
 class _Named(NamedTuple):
