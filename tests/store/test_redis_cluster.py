@@ -17,8 +17,8 @@ from pensieve.store._redis import link
 from pensieve.store._redis.link import MARKER
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.redis_store import RedisStore
-from support.store.redis_groups import ClusterGroup, cluster_group
-from support.store.redis_server import before_scan
+from support.store.redis_groups import ClusterGroup, cluster_group, until
+from support.store.redis_server import before_scan, free_port, redis_server
 from support.store.store_bench import (
     LEASE_MS,
     TENANT,
@@ -234,4 +234,22 @@ async def test_one_server_of_a_cluster_is_no_store(group: ClusterGroup) -> None:
             with pytest.raises(FailedPrecondition, match=r"redis\+cluster"):
                 for number in range(SESSIONS):
                     await store.load(key(f"s{number}", "spread"))
+        await store.close()
+
+
+async def test_the_only_server_of_a_cluster_is_told_as_one() -> None:
+    """It has all keys and refuses what touches two slots: a turn."""
+    options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    with redis_server(options=options) as server, contextlib.closing(server.client()) as plain:
+        plain.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        until(lambda: bool(plain.set("mine", 1)), "it serves")
+        store = RedisStore.from_url(server.url)
+        with pytest.raises(FailedPrecondition, match=r"redis\+cluster"):
+            await store.open()
+        (name,) = plain.hmget(MARKER, "store_id")
+        assert name is not None
+        store._link.store_id = name.decode()  # as if it had become one since
+        for attempt in (store.ping(), store.create(row(key("only")), first_record(), "fp")):
+            with pytest.raises(FailedPrecondition, match=r"redis\+cluster"):
+                await attempt
         await store.close()
