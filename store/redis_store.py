@@ -97,7 +97,7 @@ class RedisStore:
         on_error: Callable[[], None] = lambda: None,
         on_regression: Callable[[], None] = lambda: None,
     ) -> RedisStore:
-        """Parse the forms of ``_redis.clients.parse_address``. Raises ValueError on others."""
+        """Parse the forms of ``_redis.address.parse_address``. Raises ValueError on others."""
         return cls(RedisLink(url, on_error=on_error), on_regression)
 
     def dump(self) -> RedisDump:

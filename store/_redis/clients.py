@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Collection,
@@ -15,14 +14,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from typing import Any, NamedTuple, Protocol
 
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
+from redis.asyncio.connection import ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
     MasterNotFoundError,
@@ -32,90 +29,9 @@ from redis.asyncio.sentinel import (
 )
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
+from pensieve.store._redis.address import RedisAddress
+
 log = logging.getLogger(__name__)
-
-Kind = Literal["server", "sentinel", "cluster"]
-
-_KINDS: Final[dict[str, Kind]] = {"": "server", "sentinel": "sentinel", "cluster": "cluster"}
-_PORTS: Final[dict[Kind, int]] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
-MAX_REPLICAS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class RedisAddress:
-    """A Redis server, the primary of a service that Sentinels watch, or a Cluster."""
-
-    kind: Kind
-    nodes: tuple[tuple[str, int], ...]
-    """Host and port of the server, of Sentinels, or of some of the Cluster's servers."""
-    options: dict[str, Any]
-    """redis-py's options for a connection to a server: user, password, database, TLS."""
-    service: str = ""
-    sentinel_options: dict[str, Any] | None = None
-    replicas: int = 0
-    """Number of replicas that must have a change before it is acknowledged."""
-
-    def __str__(self) -> str:
-        """Name the servers without the URL's credentials."""
-        where = ",".join(f"{host}:{port}" for host, port in self.nodes)
-        return f"{where}/{self.service}" if self.service else where
-
-
-def parse_address(url: str) -> RedisAddress:
-    """Parse a URL of one of these forms; raises ValueError on others::
-
-        redis://[USER:PASSWORD@]HOST[:PORT][/DB]
-        redis+sentinel://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT],…/SERVICE[/DB]
-        redis+cluster://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT],…
-
-    ``rediss`` instead of ``redis``: over TLS. After ``?``: ``replicas=N``, with Sentinels ``sentinel_username`` and
-    ``sentinel_password``, and redis-py's options of a connection (``ssl_ca_certs=PATH``, …).
-    """
-    parts = urlsplit(url)
-    protocol, _, word = parts.scheme.partition("+")
-    kind = _KINDS.get(word)
-    if kind is None or protocol not in ("redis", "rediss"):
-        raise ValueError(f"unknown kind of Redis {parts.scheme!r}")
-    user, at, hosts = parts.netloc.rpartition("@")
-    query = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
-    replicas = _replicas(query.pop("replicas", "0"))
-    sentinel = {name: query.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    service, database = _path(kind, parts.path)
-    nodes = tuple(_node(host, _PORTS[kind]) for host in hosts.split(","))
-    if kind == "server" and len(nodes) > 1:
-        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
-    options: dict[str, Any] = dict(parse_url(f"{protocol}://{user}{at}host/{database}?{urlencode(query)}"))
-    for word in ("host", "port", "connection_class"):
-        options.pop(word, None)
-    if protocol == "rediss":
-        options["ssl"] = True
-    tls = {name: value for name, value in options.items() if name.startswith("ssl")}
-    known = {name: value for name, value in sentinel.items() if value is not None}
-    return RedisAddress(kind, nodes, options, service, {**tls, **known}, replicas)
-
-
-def _replicas(text: str) -> int:
-    if not text.isdecimal() or int(text) > MAX_REPLICAS:
-        raise ValueError(f"replicas={text}: expected a number from 0 to {MAX_REPLICAS}")
-    return int(text)
-
-
-def _path(kind: Kind, path: str) -> tuple[str, str]:
-    words = [word for word in path.split("/") if word]
-    service = words.pop(0) if kind == "sentinel" and words else ""
-    if kind == "sentinel" and not service:
-        raise ValueError("the path must name the service that the Sentinels watch: …/SERVICE")
-    database = words.pop(0) if words else "0"
-    if words or not database.isdecimal() or (kind == "cluster" and database != "0"):
-        raise ValueError(f"unexpected path {path!r}")
-    return service, database
-
-
-def _node(text: str, default_port: int) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname or parts.port == 0:
-        raise ValueError(f"expected HOST[:PORT], got {text!r}")
-    return parts.hostname, parts.port or default_port
 
 
 async def gather_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -155,6 +71,8 @@ OLDEST_S = 1.0
 BEAT = "pv1:beat"
 BEATS = 4096
 """Keys tried to find one on a given server of a Cluster."""
+LINK_SLACK_MS = 3000
+"""A Sentinel hears of its replicas' links once in a second or so while they are broken."""
 _REDIRECTS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 
 
@@ -205,8 +123,8 @@ class RedisClient(Protocol):
         """Return a key for a probe write on each server that holds keys now."""
         ...
 
-    def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
-        """Yield the matching keys of one type."""
+    async def names(self, pattern: str, kind: str) -> list[bytes]:
+        """Return the matching keys of one type, some of them twice. One that is there all the while is among them."""
         ...
 
     async def close(self) -> None: ...
@@ -232,6 +150,30 @@ def make_client(place: RedisAddress, *, timeout_s: float, retries: int, on_conne
 
 
 OnConnect = Callable[[Any], Awaitable[None]]
+
+
+async def _walk(pool: Any, pattern: str, kind: str) -> list[bytes]:
+    """Return the matching keys of one type of one server.
+
+    On one connection, since SCAN's place means nothing to a server that was started anew or has taken over: going on
+    there would leave keys out. Raises ConnectionError instead.
+    """
+    connection = await pool.get_connection()
+    found, place = list[bytes](), b"0"
+    try:
+        while True:
+            words = ("SCAN", place, "MATCH", pattern, "COUNT", 1000, "TYPE", kind)
+            await connection.send_command(*words, check_health=False)  # a failed check would connect again
+            place, some = await connection.read_response(disable_decoding=True)
+            found += some
+            if place == b"0":
+                return found
+    finally:
+        await pool.release(connection)
+
+
+async def _ignore(error: Exception) -> None:
+    """``fail`` of redis-py's ``Retry``."""
 
 
 class _BoundToPrimary(SentinelManagedConnection):
@@ -308,14 +250,34 @@ class _Sentinels(Sentinel):
         address = named[0].decode() if isinstance(named[0], bytes) else named[0], named[1]
         promoted = address != (state["ip"], state["port"])
         is_up = promoted or self.check_master_state(state, service_name)
-        following = 0 if promoted else sum(map(_follows, replicas))
+        following = 0 if promoted else _following(state, replicas)
         return _Named(state["config-epoch"], promoted, is_up, address, following)
 
 
-def _follows(replica: Mapping[str, Any]) -> bool:
-    """Whether a Sentinel would let this replica take its primary's place."""
-    up = not (replica["is_sdown"] or replica["is_odown"] or replica["is_disconnected"])
-    return up and replica.get("role-reported") == "slave" and replica.get("master-link-status") == "ok"
+def _following(state: Mapping[str, Any], replicas: Collection[Mapping[str, Any]]) -> int:
+    """Return how many of its replicas a Sentinel may let take their primary's place: see Sentinel's own
+    ``sentinelSelectSlave``. ``state``: of the service.
+
+    It looks at no link: one that lost its primary a while ago, as each does when the primary is started anew, is
+    promoted while the others go on to confirm changes.
+    """
+    downs = ("is_sdown", "is_odown", "is_disconnected")
+    up = [
+        one
+        for one in replicas
+        if one.get("role-reported") == "slave" and not any(one[is_down] for is_down in downs)
+    ]
+    linked = [one for one in up if one["master-link-status"] == "ok"]
+    first = min((one["slave-priority"] for one in linked), default=0)
+
+    def may_come_first(replica: Mapping[str, Any]) -> bool:
+        priority = replica["slave-priority"]
+        if replica["slave-repl-offset"] <= 1:  # as while it copies its primary: who has more comes first
+            return bool(0 < priority < first)
+        limit_ms = 10 * state["down-after-milliseconds"] + LINK_SLACK_MS
+        return bool(priority and (state["is_sdown"] or replica["master-link-down-time"] <= limit_ms))
+
+    return len(linked) + sum(may_come_first(one) for one in up if one not in linked)
 
 
 class _Named(NamedTuple):
@@ -336,6 +298,7 @@ class ServerClient:
 
     def __init__(self, place: RedisAddress, options: dict[str, Any]) -> None:
         self._sentinel: Any = None
+        self._retry: Retry = options["retry"]
         self._asking: asyncio.Task[None] | None = None
         self._client: Any
         if place.kind == "sentinel":
@@ -441,9 +404,8 @@ class ServerClient:
             await self._pool.get_master_address()
         return [BEAT]
 
-    async def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
-        async for name in self._client.scan_iter(match=pattern, count=1000, _type=kind):
-            yield name
+    async def names(self, pattern: str, kind: str) -> list[bytes]:
+        return await self._retry.call_with_retry(lambda: _walk(self._pool, pattern, kind), _ignore)
 
     async def close(self) -> None:
         if self._asking is not None:
@@ -467,6 +429,7 @@ class ClusterClient:
 
     def __init__(self, place: RedisAddress, options: dict[str, Any], retry: Retry) -> None:
         nodes = [ClusterNode(host, port) for host, port in place.nodes]
+        self._retry = retry
         self._client: Any = RedisCluster(
             startup_nodes=nodes, retry=retry, max_connections=MAX_CONNECTIONS, **options
         )
@@ -546,12 +509,28 @@ class ClusterClient:
         keys = [self._beat_key(node.name) for node in self._client.get_primaries()]
         return [key for key in keys if key]
 
-    async def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
+    async def names(self, pattern: str, kind: str) -> list[bytes]:
+        async def walk() -> list[bytes]:
+            slots = await self._slots()
+            pools = [
+                self._server(node.host, node.port).connection_pool for node in self._client.get_primaries()
+            ]
+            found = await gather_all(*(_walk(pool, pattern, kind) for pool in pools))
+            if any(migrations for *_, migrations in slots) or await self._slots() != slots:
+                raise exceptions.ConnectionError("slots are being moved between the Cluster's servers")
+            return [name for some in found for name in some]
+
+        async def learn_anew(error: Exception) -> None:
+            await self._client.aclose()
+
+        return await self._retry.call_with_retry(walk, learn_anew)
+
+    async def _slots(self) -> list[tuple[str, Any, Any]]:
+        """Return for each primary its name, the slots that it has, and those that it gives away or gets."""
         await self._client.initialize()
-        async for name in self._client.scan_iter(
-            match=pattern, count=1000, _type=kind, target_nodes=RedisCluster.PRIMARIES
-        ):
-            yield name
+        views = await self.run_on_all("CLUSTER NODES")
+        owns = [next(node for node in view.values() if "myself" in node["flags"]) for view in views]
+        return sorted((own["node_id"], own["slots"], own["migrations"]) for own in owns)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -573,7 +552,7 @@ class ClusterClient:
         except (exceptions.RedisError, exceptions.RedisClusterException) as error:
             return error
 
-    async def _piped(self, host: str, port: int, commands: Sequence[Command]) -> list[Any]:
+    def _server(self, host: str, port: int) -> Any:
         server = self._servers.get((host, port))
         if server is None:
             retry = Retry(NoBackoff(), 1)
@@ -581,8 +560,11 @@ class ClusterClient:
                 host=host, port=port, max_connections=MAX_CONNECTIONS, retry=retry, **self._options
             )
             server = self._servers[host, port] = Redis.from_pool(pool)
+        return server
+
+    async def _piped(self, host: str, port: int, commands: Sequence[Command]) -> list[Any]:
         try:
-            async with server.pipeline(transaction=False) as pipeline:
+            async with self._server(host, port).pipeline(transaction=False) as pipeline:
                 for words in commands:
                     pipeline.execute_command(*words)
                 replies: list[Any] = await pipeline.execute(raise_on_error=False)

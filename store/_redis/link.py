@@ -15,7 +15,8 @@ from redis import exceptions
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._redis import scripts
-from pensieve.store._redis.clients import Address, Command, gather_all, make_client, parse_address
+from pensieve.store._redis.address import parse_address
+from pensieve.store._redis.clients import Address, Command, gather_all, make_client
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def _store_error_for(error: Exception, place: str) -> PensieveError | None:
         return FailedPrecondition(f"history store: {problem}", reason="STORE_FORBIDDEN")
     if is_wrong_type(error):
         return DataLoss(f"a session's key has another type: {problem}", reason="HISTORY_CORRUPT")
-    if isinstance(error, exceptions.MovedError):
+    if isinstance(error, exceptions.MovedError | exceptions.ClusterCrossSlotError):
         return FailedPrecondition(
             f"the Redis at {place} is part of a Cluster: use redis+cluster://", reason="STORE_UNSAFE"
         )
@@ -301,9 +302,9 @@ class RedisLink:
             return replies
 
     async def names(self, pattern: str, kind: str) -> list[bytes]:
-        """Return the matching keys of one type. Has no time limit."""
+        """Return the matching keys of one type, some of them twice. Has no time limit."""
         with translate_errors(self.address):
-            return [name async for name in self._client.names(pattern, kind)]
+            return await self._client.names(pattern, kind)
 
     @property
     def primary(self) -> Address | None:
@@ -337,7 +338,8 @@ class RedisLink:
             raise _refusals.newer_schema(schema, SCHEMA)
         if self.store_id and store_id != self.store_id:
             raise _refusals.replaced(f"the Redis at {self.address} holds another store than before")
-        await self._wait_until_written(scripts.MARKED, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
+        keys = [MARKER, f"pv1:{{{MARKER}}}:none", *self._elsewhere]
+        await self._wait_until_written(scripts.MARKED, keys, [store_id])
         self.store_id = store_id
 
     async def check_marker(self, *, count_errors: bool = True) -> None:
@@ -387,7 +389,13 @@ class RedisLink:
             await self._send(MARKER, words, durably=True)
 
     async def _beat(self, key: str) -> None:
-        await self._run(scripts.TRIAL, [f"pv1:trial:{{{key}}}:{name}" for name in "mql"], [], durably=True)
+        keys = [f"pv1:trial:{{{key}}}:{name}" for name in "mql"]
+        await self._run(scripts.TRIAL, [*keys, *self._elsewhere], [], durably=True)
+
+    @property
+    def _elsewhere(self) -> list[str]:
+        """A key in another slot, as a change has: the only server of a Cluster refuses it, and nothing else."""
+        return ["pv1:mark:none"] if self.is_one_log else []
 
     async def _replicated(self, key: str, words: Command) -> Any:
         """Return the reply once enough replicas have the command's write."""

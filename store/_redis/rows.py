@@ -291,6 +291,8 @@ class ListedSession(NamedTuple):
 
     place: Position
     row: SessionRow
+    unentered: Fields | None = None
+    """The session's hash if the index disagrees with it, for ``RedisIndex.enter``."""
 
 
 class RedisIndex:
@@ -357,15 +359,18 @@ class RedisIndex:
 
     async def page(self, tenant: str, *, limit: int, cursor: str, labels: dict[str, str] | None) -> Page:
         place = decode_cursor(cursor)
-        found: list[ListedSession] = []
+        found, seen = list[ListedSession](), list[ListedSession]()
         while len(found) <= limit:
             batch = await self._entries_after(tenant, place)
             if not batch:
                 break
             entries = await self._live_sessions(tenant, batch)
+            seen += entries
             found += [entry for entry in entries if has_labels(entry.row, labels)]
             place = batch[-1]
-        page = found[:limit]
+        page, later = found[:limit], {entry.place for entry in found[limit:]}
+        # What a later page is to have keeps its place until then: entered anew, it would be before this one.
+        await self._correct(entry for entry in seen if entry.place not in later)
         rows = sorted((entry.row for entry in page), key=position_of, reverse=True)
         return Page(tuple(rows), encode_cursor(page[-1].place) if len(found) > limit else "")
 
@@ -387,7 +392,7 @@ class RedisIndex:
         before = await self._link.command("ZCARD", name)
         place = decode_cursor("")
         while batch := await self._entries_after(tenant, place):
-            await self._live_sessions(tenant, batch)
+            await self._correct(await self._live_sessions(tenant, batch))
             place = batch[-1]
         return int(before) - int(await self._link.command("ZCARD", name))
 
@@ -406,7 +411,7 @@ class RedisIndex:
             offset += len(entries)
 
     async def _live_sessions(self, tenant: str, batch: list[Position]) -> list[ListedSession]:
-        """Return the live sessions of ``batch``, and repair wrong index entries."""
+        """Return the live sessions of ``batch``, and remove entries of missing ones."""
         keys = [Key(tenant, entry.session_id) for entry in batch]
         now = parse_time(await self._link.command("TIME"))
         reads = [("HGETALL", session_keys(key)[0]) for key in keys]
@@ -429,10 +434,14 @@ class RedisIndex:
             except DataLoss:  # a corrupt session must not hide the others; loading it raises the error
                 live.append(ListedSession(entry, damaged_row(key, entry.update_ms)))
                 continue
-            live.append(ListedSession(entry, row))
-            if row.update_ms > entry.update_ms or not _is_entered(row, fields, kept):
-                await self.enter(row, fields)
+            is_right = row.update_ms <= entry.update_ms and _is_entered(row, fields, kept)
+            live.append(ListedSession(entry, row, None if is_right else fields))
         return live
+
+    async def _correct(self, entries: Iterable[ListedSession]) -> None:
+        for entry in entries:
+            if entry.unentered is not None:
+                await self.enter(entry.row, entry.unentered)
 
     async def _log_size(self, row: SessionRow) -> int:
         """Sum up a log, for a session last written by a program that did not keep its size."""

@@ -545,7 +545,7 @@ return reply
 """
 )
 
-# KEYS: the marker, and one that never exists. ARGV: the store's id. Replies as BUFFERED.
+# KEYS: the marker, and one that never exists; perhaps one of another slot. ARGV: the store's id. Replies as BUFFERED.
 MARKED: Final = (
     _WRITTEN
     + """
@@ -553,8 +553,8 @@ return written(redis.call('HGET', KEYS[1], 'store_id') == ARGV[1], KEYS[2], '')
 """
 )
 
-# KEYS: three that belong to no session. Writes as a turn does, so Redis refuses here what it would refuse
-# there.
+# KEYS: three that belong to no session; perhaps one of another slot. Writes as a turn does, so Redis refuses here what
+# it would refuse there.
 TRIAL: Final = (
     PRELUDE
     + """

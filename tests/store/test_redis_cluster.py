@@ -17,7 +17,8 @@ from pensieve.store._redis import link
 from pensieve.store._redis.link import MARKER
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.redis_store import RedisStore
-from support.store.redis_groups import ClusterGroup, cluster_group
+from support.store.redis_groups import ClusterGroup, cluster_group, until
+from support.store.redis_server import before_scan, free_port, redis_server
 from support.store.store_bench import (
     LEASE_MS,
     TENANT,
@@ -92,6 +93,33 @@ async def test_sessions_lie_on_all_servers_and_follow_their_slots(group: Cluster
         assert len(await store.read(moved)) == 2
         assert (await store.usage("spread")).sessions == SESSIONS
         await store.purge_expired()
+
+
+@pytest.mark.fault(50)
+async def test_all_sessions_are_found_while_slots_move(
+    group: ClusterGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that goes to a server that was looked through already, from one that was not yet, is on none."""
+    names = [f"s{number}" for number in range(6000)]
+    with contextlib.closing(group.client()) as plain:
+        for one in plain.scan_iter(match="pv1:{moving/*", count=1000):
+            plain.delete(one)
+        filling = plain.pipeline()
+        for name in names:
+            filling.hset(session_keys(key(name, "moving"))[0], "state", "active")
+        filling.execute()
+
+        async def moved() -> None:
+            for name in names[:60]:
+                group.move_slot(plain.keyslot(session_keys(key(name, "moving"))[0]))
+
+        async with opened_redis(group.url) as store:
+            has_happened = before_scan(monkeypatch, 4, moved)
+            found = await store._index.stored_keys("moving")
+        assert has_happened() and {one.session_id for one in found} == set(names)
+        for name in names:
+            filling.delete(session_keys(key(name, "moving"))[0])
+        filling.execute()
 
 
 async def test_many_leases_are_a_round_trip_to_each_server(
@@ -206,4 +234,22 @@ async def test_one_server_of_a_cluster_is_no_store(group: ClusterGroup) -> None:
             with pytest.raises(FailedPrecondition, match=r"redis\+cluster"):
                 for number in range(SESSIONS):
                     await store.load(key(f"s{number}", "spread"))
+        await store.close()
+
+
+async def test_the_only_server_of_a_cluster_is_told_as_one() -> None:
+    """It has all keys and refuses what touches two slots: a turn."""
+    options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    with redis_server(options=options) as server, contextlib.closing(server.client()) as plain:
+        plain.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        until(lambda: bool(plain.set("mine", 1)), "it serves")
+        store = RedisStore.from_url(server.url)
+        with pytest.raises(FailedPrecondition, match=r"redis\+cluster"):
+            await store.open()
+        (name,) = plain.hmget(MARKER, "store_id")
+        assert name is not None
+        store._link.store_id = name.decode()  # as if it had become one since
+        for attempt in (store.ping(), store.create(row(key("only")), first_record(), "fp")):
+            with pytest.raises(FailedPrecondition, match=r"redis\+cluster"):
+                await attempt
         await store.close()

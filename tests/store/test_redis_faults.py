@@ -16,7 +16,7 @@ from pensieve.store import Began
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
-from support.store.redis_server import RedisServer, free_port, redis_server
+from support.store.redis_server import RedisServer, before_scan, free_port, redis_server
 from support.store.store_bench import (
     TENANT,
     counts,
@@ -49,6 +49,28 @@ def reason(caught: pytest.ExceptionInfo[Unavailable] | pytest.ExceptionInfo[Fail
 
 
 # ---- death and return
+
+
+@pytest.mark.fault(41)
+async def test_all_sessions_are_found_when_redis_is_killed_meanwhile(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process has them in another order. A backup, and what is exported of a person, would lack some."""
+    names = {f"s{number}" for number in range(3000)}
+    with contextlib.closing(own_redis.client()) as plain:
+        filling = plain.pipeline(transaction=False)
+        for name in names:
+            filling.hset(session_keys(key(name))[0], "state", "active")
+        filling.execute()
+
+    async def restart() -> None:
+        own_redis.kill()
+        own_redis.start()
+
+    async with opened_redis(own_redis.url) as store:
+        has_happened = before_scan(monkeypatch, 3, restart)
+        found = await store.dump().keys()
+        assert has_happened() and {one.session_id for one in found} == names
 
 
 @pytest.mark.fault(41)

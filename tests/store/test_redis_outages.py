@@ -16,7 +16,7 @@ from redis import exceptions
 from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store import Began, open_store
 from pensieve.store._redis import link
-from pensieve.store._redis.clients import parse_address
+from pensieve.store._redis.address import parse_address
 from pensieve.store._redis.link import MARKER, translate_errors
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State

@@ -28,7 +28,7 @@ from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import SessionRow
 from pensieve.store.redis_store import RedisStore
 from support.store.redis_groups import SERVICE, SentinelGroup, replace_primary, sentinel_group, until
-from support.store.redis_server import RedisServer
+from support.store.redis_server import RedisServer, before_scan
 from support.store.store_bench import counts, first_record, key, opened_redis, request, row, turn_record
 
 pytestmark = pytest.mark.redis
@@ -192,6 +192,46 @@ async def test_what_no_replica_has_is_not_acknowledged(
                     await asyncio.sleep(0.05)
 
 
+@pytest.mark.fault(48)
+async def test_a_replica_that_lost_its_primary_may_take_its_place(
+    group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is up and cannot connect. The Sentinels promote it when the primary ends; what only the other replica has is
+    not acknowledged."""
+    monkeypatch.setattr(link, "WAIT_MS", 100)
+    acknowledged: dict[str, int] = {}
+    old, first = group.servers[:2]
+
+    def has_lost_it() -> bool:
+        for port in group.sentinel_ports:
+            with contextlib.closing(redis.Redis(port=port, socket_timeout=2)) as sentinel:
+                states = {one["port"]: one for one in sentinel.sentinel_slaves(SERVICE)}
+            if states[first.port]["master-link-status"] == "ok" or states[first.port]["slave-priority"] != 1:
+                return False
+        return True
+
+    async with opened_redis(group.url(replicas=1)) as store:
+        await store.create(row(KEY), first_record(), "fp")
+        with contextlib.closing(first.client()) as plain, contextlib.closing(old.client()) as primary:
+            plain.config_set("replica-priority", "1")
+            plain.config_set("masteruser", "nobody")
+            plain.config_set("masterauth", "nothing")
+            primary.execute_command("CLIENT", "KILL", "TYPE", "replica")
+        for port in group.sentinel_ports:  # ten times this is how long they promote a replica without a link
+            with contextlib.closing(redis.Redis(port=port, socket_timeout=5)) as sentinel:
+                sentinel.execute_command("SENTINEL", "SET", SERVICE, "down-after-milliseconds", 2000)
+        await asyncio.to_thread(until, has_lost_it, "the Sentinels know that its link is broken")
+        await asyncio.sleep(clients.OLDEST_S)  # so does the store, which asks again
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAG_S):
+                await one_turn(store, "r1", "small", Load(acknowledged))
+        old.kill()
+        await asyncio.to_thread(until, lambda: group.primary() is first, "it takes the primary's place")
+        await asyncio.wait_for(one_turn(store, "r2", "small", Load(acknowledged)), LIMIT_S)
+        found = {logged.record.request_id: logged.record.revision for logged in await store.read(KEY)}
+    assert acknowledged.items() <= found.items()
+
+
 def pool(store: RedisStore) -> Any:
     client: Any = store._link._client
     return client._client.connection_pool
@@ -320,14 +360,20 @@ async def test_a_right_that_a_sentinel_withholds_is_named(group: SentinelGroup) 
 FOLLOWS: dict[str, object] = {
     "is_sdown": False, "is_odown": False, "is_disconnected": False,
     "role-reported": "slave", "master-link-status": "ok",
+    "slave-priority": 100, "slave-repl-offset": 7, "master-link-down-time": 0,
 }  # fmt: skip
+BROKEN = {**FOLLOWS, "master-link-status": "err", "master-link-down-time": 2000}
 REPLICAS = {
     "f": FOLLOWS,
     "d": {**FOLLOWS, "is_sdown": True},
     "o": {**FOLLOWS, "is_odown": True},
     "c": {**FOLLOWS, "is_disconnected": True},
     "m": {**FOLLOWS, "role-reported": "master"},
-    "l": {**FOLLOWS, "master-link-status": "err"},
+    "l": BROKEN,
+    "L": {**BROKEN, "master-link-down-time": 9000},
+    "0": {**BROKEN, "slave-priority": 0},
+    "n": {**BROKEN, "slave-repl-offset": 1, "master-link-down-time": -1000},
+    "p": {**BROKEN, "slave-repl-offset": 1, "slave-priority": 99},
 }
 
 
@@ -344,6 +390,28 @@ async def test_a_server_that_only_reads_hears_of_the_new_primary(group: Sentinel
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.fault(48)
+async def test_all_sessions_are_found_amid_a_fail_over(
+    group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {f"s{number}" for number in range(3000)}
+    with contextlib.closing(group.primary().client()) as plain:
+        filling = plain.pipeline(transaction=False)
+        for name in names:
+            filling.hset(session_keys(key(name))[0], "state", "active")
+        filling.execute()
+        assert plain.execute_command("WAIT", 2, 10_000) == 2
+    async with opened_redis(group.url(replicas=1)) as store:
+
+        async def replaced() -> None:
+            await replace_primary(group)
+            await pool(store).get_master_address()
+
+        has_happened = before_scan(monkeypatch, 3, replaced)
+        found = await store.dump().keys()
+        assert has_happened() and {one.session_id for one in found} == names
+
+
 class Told:
     """A Sentinel with a fixed answer."""
 
@@ -355,6 +423,7 @@ class Told:
         self._replicas = [REPLICAS[letter] for letter in replicas]
         self._state = {"ip": "10.0.0.1", "port": listed, "config-epoch": epoch, "is_master": True}
         self._state |= {"is_sdown": down, "is_odown": False, "num-other-sentinels": 2}
+        self._state |= {"down-after-milliseconds": 500}
         self._named = named or listed
 
     async def sentinel_masters(self) -> dict[str, dict[str, object]]:
@@ -398,7 +467,9 @@ async def test_the_newest_primary_that_any_sentinel_names(told: list[Told], port
 @pytest.mark.parametrize(
     ("told", "following"),
     [
-        ([Told(1, 1, replicas="ffdocml")] * 3, 2),
+        ([Told(1, 1, replicas="ffdocmL0n")] * 3, 2),
+        ([Told(1, 1, replicas="flp")] * 3, 3),  # whose link has just broken; whom the Sentinels prefer
+        ([Told(1, 1, down=True, replicas="fL"), Told(1, 1, replicas="fL")], 2),
         (
             [Told(1, 1, replicas="f"), Told(1, 1, replicas="ff"), Told(1, 1)],
             2,

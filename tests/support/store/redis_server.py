@@ -11,12 +11,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import redis
+from redis.asyncio.connection import AbstractConnection
 
 Scope = Literal["session", "package", "module", "class", "function"]
 
@@ -163,6 +164,24 @@ class RedisServer:
                 return bool(client.ping()) and client.info("server")["process_id"] == self._process.pid
         except redis.ConnectionError:
             return False
+
+
+def before_scan(
+    monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], Awaitable[object]]
+) -> Callable[[], bool]:
+    """Have something happen once, before the SCAN of that number is sent; returns whether it has happened."""
+    left, send = number, AbstractConnection.send_packed_command
+
+    async def sending(self: AbstractConnection, command: Any, check_health: bool = True) -> None:
+        nonlocal left
+        is_scan = b"\r\nSCAN\r\n" in b"".join(command)
+        left -= is_scan
+        if is_scan and left == 0:
+            await happens()
+        await send(self, command, check_health)
+
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", sending)
+    return lambda: left <= 0
 
 
 @contextlib.contextmanager
