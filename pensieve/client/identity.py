@@ -22,7 +22,7 @@ def identity_credentials(path: Path) -> grpc.ChannelCredentials:
 @functools.lru_cache(maxsize=2)
 def _credentials(path: Path, stamp_ns: int) -> grpc.ChannelCredentials:
     """One object for each content: gRPC shares a connection only between channels with the same object."""
-    # gRPC does not say what is wrong with a certificate or a key, it only fails to connect.
+    # gRPC names no fault of a certificate or a key, it only fails to connect.
     ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(path, password=no_password)
     pem = path.read_bytes()
     return grpc.ssl_channel_credentials(None, pem, pem)

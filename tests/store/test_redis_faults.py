@@ -55,7 +55,7 @@ def reason(caught: pytest.ExceptionInfo[Unavailable] | pytest.ExceptionInfo[Fail
 async def test_all_sessions_are_found_when_redis_is_killed_meanwhile(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new process has them in another order. A backup, and what is exported of a person, would lack some."""
+    """A new process has them in another order. A backup, or an export of a person, would lack some."""
     names = {f"s{number}" for number in range(3000)}
     with contextlib.closing(own_redis.client()) as plain:
         filling = plain.pipeline(transaction=False)
