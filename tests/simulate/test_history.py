@@ -83,7 +83,7 @@ async def converse(address: str) -> None:
 
 
 async def test_the_store_says_what_a_recording_says(tmp_path: Path) -> None:
-    """Lengths, order and receipts are equal. Arrivals are later by the waits that no receipt has: those of the machine."""
+    """Lengths, order and receipts are equal. Arrivals are later by waits that no receipt has, as of a busy machine."""
     store, trace = SqliteStore(tmp_path / "history.db"), tmp_path / "trace.jsonl"
     recorder = open_recorder(trace)
     recorder.start(TraceHeader("1", {}))
