@@ -165,22 +165,27 @@ class RedisStore:
 
     async def find_subject(self, tenant: str, subject: str) -> list[SessionRow]:
         await self._link.check_marker()
-        found = list[SessionRow]()
+        found, deleted = list[SessionRow](), list[Key]()
         keys = await self._index.stored_keys(tenant)
         for begin in range(0, len(keys), BATCH):
             some = keys[begin : begin + BATCH]
             replies = await self._link.commands([("HGETALL", session_keys(key)[0]) for key in some])
             for key, reply in zip(some, replies, strict=True):
+                if _is_deleted(reply):
+                    deleted.append(key)
+                    continue
                 row = await self._row_or_damaged(key, reply)
                 if row is not None and may_be_about(row, subject):
                     found.append(row)
+        # What waits for one deletion waits for all that were made before on its server.
+        servers = await self._link.servers_of([session_keys(key)[0] for key in deleted])
+        for key in dict(zip(servers, deleted, strict=True)).values():
+            await self._safe.confirm_deletion(key)
         return found
 
     async def _row_or_damaged(self, key: Key, reply: Any) -> SessionRow | None:
         """Return the row in HGETALL's ``reply``; None for a session that is gone. Reads a dubious one again."""
         fields = {} if isinstance(reply, Exception) else as_fields(reply)
-        if fields.get(b"state") == b"deleted":
-            return None
         try:
             return read_row(key, fields, 0) if fields else await self.load(key)
         except NotFound:
@@ -346,6 +351,7 @@ class RedisStore:
     async def forget(self, key: Key, head_hash: str) -> None:
         outcome, *values = await self._acknowledged.change(scripts.FORGET, key, [head_hash])
         if outcome == b"DELETED":
+            await self._safe.confirm_deletion(key)
             return
         if outcome == b"NOT_FOUND":
             # An earlier attempt whose reply was lost may have removed it. Reading the listing corrects it.
@@ -469,7 +475,14 @@ class RedisStore:
             await self._link.check_marker()
             if await self._acknowledged.is_lost(key, values[0]):
                 raise _refusals.lost()
+        if outcome == b"DELETED":
+            await self._safe.confirm_deletion(key)
         raise error_from_outcome(key, outcome, values, request_id, expected, offered)
+
+
+def _is_deleted(reply: Any) -> bool:
+    """Whether HGETALL's reply is a tombstone."""
+    return not isinstance(reply, Exception) and as_fields(reply).get(b"state") == b"deleted"
 
 
 def _is_behind(reply: list[Any], expected_revision: int | None) -> bool:

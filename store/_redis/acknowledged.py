@@ -153,6 +153,12 @@ class DurableHeads:
         else:
             await self._wait_for_file(key, row.revision, row.head_hash, reading=True)
 
+    async def confirm_deletion(self, key: Key) -> None:
+        """Wait until a deletion may be told: who is told does not delete the session again."""
+        if self._link.replicas:
+            await self._link.call_durably(scripts.AGAIN, session_keys(key), [])
+        await self._link.confirm(session_keys(key), 0, "")
+
     async def confirm_request(self, key: Key, revision: int, sure: bytes, head: tuple[int, str]) -> None:
         """Wait until a request that was committed at ``revision`` may be acknowledged again.
 

@@ -255,14 +255,14 @@ return absent() or behind(ARGV[1]) or ok()
 """
 )
 
-# Replies the revision that the WAIT after it covers, and its chain hash.
+# Replies the revision that the WAIT after it covers, and its chain hash; "DELETED" if it covers the deletion.
 AGAIN: Final = (
     PRELUDE
     + """
 local refused = absent()
-if refused then return refused end
+if refused and refused[1] ~= 'DELETED' then return refused end
 again()
-return {'OK', get('revision'), get('head_hash')}
+return refused or {'OK', get('revision'), get('head_hash')}
 """
 )
 

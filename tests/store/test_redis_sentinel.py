@@ -16,6 +16,7 @@ from redis.asyncio.sentinel import MasterNotFoundError
 from pensieve.errors import (
     DataLoss,
     FailedPrecondition,
+    NotFound,
     PensieveError,
     TurnFenced,
     TurnInProgress,
@@ -174,6 +175,10 @@ async def test_what_no_replica_has_is_not_acknowledged(
             again.load(KEY),
             again.read(KEY),
             again.delete(KEY),
+            again.load(KEY),  # its deletion is not told
+            again.find_subject(KEY.tenant, "ada"),
+            again.begin(KEY, request("r2", "t3")),
+            again.forget(KEY, ""),
             store.ping(),
         ):
             with pytest.raises(Unavailable, match=r"0 of \d replicas"):
@@ -190,6 +195,9 @@ async def test_what_no_replica_has_is_not_acknowledged(
                     break
                 except PensieveError:
                     await asyncio.sleep(0.05)
+        assert await again.find_subject(KEY.tenant, "ada") == []
+        with pytest.raises(NotFound):
+            await again.load(KEY)
 
 
 @pytest.mark.fault(48)
