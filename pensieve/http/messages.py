@@ -540,7 +540,7 @@ async def _continued(door: HttpDoor, starter: TurnStarter, asked: ValidatedMessa
     said = ValidatedResponse(body, list(starter.hashed.transcript.new), asked.options)
     use = tool_use(info, (), asked.choice)
     use = use.with_format() if asked.form is not None else use
-    chain = ResponseStarter(caller, said, starter.call, {}, use, info, None)
+    chain = ResponseStarter(caller, said, starter.call, {}, use, info, None, keeps_settings=True)
     try:
         return await chain.begin(door.heads, door.settings.unstored_ttl_s)
     except DataLoss as error:

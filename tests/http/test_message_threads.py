@@ -61,6 +61,18 @@ async def test_a_thread_and_a_branch() -> None:
         assert (await said_in(rig))[3:] == ["or else", ANSWER, "last", ANSWER]
 
 
+async def test_a_branch_has_the_tools_of_its_thread() -> None:
+    tool = {"name": "weather", "description": "Tells the weather.", "input_schema": {"type": "object"}}
+    async with tool_door(ROME, "Blue.") as rig:
+        first = await say(rig, "hi", tools=[tool])
+        assert first.content[0].type == "tool_use"
+        await say(rig, "again", first)
+        continued = context_of(rig)
+        await say(rig, "again", first)
+        assert context_of(rig) == continued and "Tells the weather." in continued
+        assert len({turn.session for turn in rig.service.link.generations}) == 2
+
+
 async def test_a_repeated_key_is_one_turn() -> None:
     async with door() as rig:
         first = await say(rig, "hi")

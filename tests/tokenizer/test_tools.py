@@ -142,6 +142,10 @@ def test_a_history_that_is_cut_between_results(
         made = chat.render(history, new, generation_prompt=True, context=context)
         ids = [*kept, *made.item_tokens, made.generation_prompt]
         assert [token for part in ids for token in part.tolist()] == whole(oracle, [*past, *new])
+    # What closes the result is no message: the call that follows is an item of its own.
+    follows = [TextMessage(A, "", (OSLO,)), TextMessage(T, "red", call_id="oslo00002")]
+    call, result = chat.render(history, follows, generation_prompt=False, context=context).item_tokens
+    assert ("Oslo" in chat.decode(call), "Oslo" in chat.decode(result)) == (True, False)
 
 
 def test_a_system_message_behind_a_question(chat: ChatTokenizer, oracle: Any) -> None:

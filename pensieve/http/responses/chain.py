@@ -103,7 +103,7 @@ class ResponseStarter:
     transcript: HashedHistory | None
     """The conversation, if it begins with this request or the client sent all of it."""
     keeps_settings: bool = False
-    """Look ahead with the settings of the previous response, whatever this request says."""
+    """Go on with the settings of the session, whatever this request says."""
 
     async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> StartedResponse:
         """Begin the turn. A refusal leaves no session behind. Raises HttpFailure and PensieveError."""
