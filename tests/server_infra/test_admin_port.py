@@ -268,8 +268,11 @@ async def test_what_is_passed_on_arrives_whole_and_is_not_heaped_up(setup: Setup
 
 
 def turn_end(tenant: str, outcome: str, usage: Usage) -> TurnEnd:
-    """Of a committed turn that took two seconds."""
-    return TurnEnd(Key(tenant, "s"), outcome, True, 12, 3, usage, 10.0, 11.0, 12.0)
+    """Of a committed turn that took two seconds, and generated more than it kept."""
+    generated = usage.output_tokens + 2
+    return TurnEnd(
+        Key(tenant, "s"), outcome, True, 12, 3, usage, 10.0, 11.0, 12.0, generated_tokens=generated
+    )
 
 
 async def test_metrics_names_labels_and_values(setup: Setup) -> None:
@@ -340,7 +343,7 @@ def test_tenants_are_named_only_when_asked_to() -> None:
         text = generate_latest(metrics.registry).decode()
         assert 'pensieve_refusals_total{reason="quota_exceeded"} 1.0' in text
         assert ("acme" in text) is named
-        for kind, count in (("computed", 7.0), ("cached", 5.0), ("output", 6.0)):
+        for kind, count in (("computed", 7.0), ("cached", 5.0), ("output", 8.0)):
             line = f'pensieve_tenant_tokens_total{{kind="{kind}",tenant="acme"}} {count}'
             assert (line in text) is named
         assert ('pensieve_tenant_refusals_total{reason="quota_exceeded",tenant="acme"} 1.0' in text) is named
