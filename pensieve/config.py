@@ -182,7 +182,8 @@ class DoorSettings:
     tls: bool = False
     """Use TLS towards ``target``, with the system's root certificates."""
     tls_identity: str = ""
-    """PEM file with a certificate and its private key to show to ``target``; implies ``tls``."""
+    """PEM file with a certificate and its private key to show to ``target``; implies ``tls``. "": none. A string,
+    since settings travel as JSON."""
     patience_s: float = 20.0
     """Total time spent retrying an unreachable or busy service before the caller gets the error."""
     max_body_bytes: int = 4 * 1024 * 1024

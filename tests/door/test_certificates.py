@@ -167,8 +167,8 @@ def test_a_file_that_is_no_identity(tmp_path: Path) -> None:
     locked = tmp_path / "locked.key"
     openssl("ec", "-aes256", "-passout", "pass:x", "-in", one[1], "-out", locked)
     for path, problem in (
-        (one[0], "[SSL]"),
-        (one[1], "[SSL]"),
+        (one[0], "PEM lib"),
+        (one[1], "PEM lib"),
         (combined(tmp_path, one[0], other[1]), "key values mismatch"),
         (combined(tmp_path, one[0], locked), "the private key is encrypted"),
     ):

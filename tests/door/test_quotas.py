@@ -120,7 +120,7 @@ async def charged(rig: Rig, name: str) -> float:
 
 @pytest.mark.parametrize("kind", ["candidates", "kept", "beams", "cut beams"])
 async def test_tokens_that_are_not_kept_count(kind: str) -> None:
-    """Of further candidates, of beams, and behind the end that a cancel keeps."""
+    """Tokens of further candidates and beams count, and those behind the end that a cancel keeps."""
     turn = drawing(4) if kind == "candidates" else spec("hi")
     if "beams" in kind:
         turn.sampling.beam_width = 4

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -43,7 +44,7 @@ def whole(style: str, messages: list[Said], tools: str) -> list[int] | None:
         text = oracle(style).apply_chat_template(
             messages, tools=json.loads(tools) if tools else None, add_generation_prompt=True, tokenize=False
         )
-    except Exception:
+    except jinja2.TemplateError:
         return None
     return list(oracle(style)(text, add_special_tokens=False)["input_ids"])
 
@@ -197,4 +198,4 @@ async def test_random_turns(style: str) -> None:
                 continue
         talk.renderer.close()
         compared += talk.compared
-    assert compared
+    assert compared > 15

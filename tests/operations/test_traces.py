@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,9 +176,8 @@ async def test_a_collector_that_answers_without_end_does_not_hold_up_the_end(
     port = server.sockets[0].getsockname()[1]
     traces = open_traces(f"http://127.0.0.1:{port}/v1/traces", model="m", version="1", instance="r")
     traces.turn_ended(TurnEnd(Key("t", "s"), "eos", True, 1, 1, Usage(), 0.0, 0.0, 1.0))
-    before = time.monotonic()
-    await traces.close()
-    assert time.monotonic() - before < CLOSE_S + 2
+    async with asyncio.timeout(10 * CLOSE_S):  # the whole answer takes 200 s
+        await traces.close()
     assert "did not take the last traces" in caplog.text
     enough.set()
     await closed.wait()

@@ -268,7 +268,7 @@ async def test_what_is_passed_on_arrives_whole_and_is_not_heaped_up(setup: Setup
 
 
 def turn_end(tenant: str, outcome: str, usage: Usage) -> TurnEnd:
-    """Of a committed turn that took two seconds, and generated more than it kept."""
+    """Return the end of a committed turn that took two seconds, and generated more than it kept."""
     generated = usage.output_tokens + 2
     return TurnEnd(
         Key(tenant, "s"), outcome, True, 12, 3, usage, 10.0, 11.0, 12.0, generated_tokens=generated

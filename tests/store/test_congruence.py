@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 from pensieve.errors import PensieveError, TurnInProgress
 from pensieve.server.history.cuts import erasing_record
 from pensieve.store import Began, CalledOff, EndOrder, HeldLease, HistoryStore, Renewed, Replay
-from pensieve.store.maintenance import Mode, RawStore, backup, open_backup, open_raw, restore
+from pensieve.store.maintenance import Mode, backup, open_backup, restore
 from pensieve.store.records import History, SessionRow
 from support.lengths import FIRST_SEED, at_length
 from support.store.redis_server import RedisServer
@@ -30,7 +30,9 @@ from support.store.store_bench import (
     counts,
     first_record,
     key,
+    listed,
     opened,
+    raw,
     request,
     rewind_record,
     row,
@@ -83,16 +85,6 @@ def described_error(error: PensieveError) -> Outcome:
 
 async def tagged(name: str, answer: Awaitable[Outcome]) -> Outcome:
     return (name, *await answer)
-
-
-@contextlib.asynccontextmanager
-async def raw(url: str, mode: Mode) -> AsyncIterator[RawStore]:
-    opened_store = open_raw(url)
-    await opened_store.open(mode)
-    try:
-        yield opened_store
-    finally:
-        await opened_store.close()
 
 
 class Congruence:
@@ -347,13 +339,7 @@ class Congruence:
         limit = self.random.choice([1, 2, 3])
 
         async def pages(store: HistoryStore) -> Outcome:
-            names, cursor = list[str](), ""
-            while True:
-                page = await store.list_sessions(TENANT, limit=limit, cursor=cursor)
-                names += [one.session_id for one in page.rows]
-                cursor = page.cursor
-                if not cursor:
-                    return ("listed", sorted(names))
+            return ("listed", sorted(await listed(store, limit)))
 
         await self.check("list", ("listed", self.model.live()), pages)
 

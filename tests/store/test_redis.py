@@ -22,6 +22,7 @@ from support.store.store_bench import (
     counts,
     first_record,
     key,
+    listed,
     opened,
     request,
     row,
@@ -186,17 +187,6 @@ async def test_a_session_that_the_listing_has_at_an_old_place_is_on_one_of_its_p
     assert await listed(store, limit=1) == ["c", "b", "a"]
     assert client.zscore(index_key(TENANT), "b") == newest
     assert await listed(store, limit=1) == ["b", "c", "a"]
-
-
-async def listed(store: RedisStore, limit: int) -> list[str]:
-    """All names, in pages."""
-    found, cursor = list[str](), ""
-    while True:
-        page = await store.list_sessions(TENANT, limit=limit, cursor=cursor)
-        found += [one.session_id for one in page.rows]
-        cursor = page.cursor
-        if not cursor:
-            return found
 
 
 async def test_what_is_remembered_of_sessions_is_bounded(store: RedisStore) -> None:

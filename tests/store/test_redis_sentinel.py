@@ -222,7 +222,7 @@ async def test_a_replica_that_lost_its_primary_may_take_its_place(
         await store.create(row(KEY), first_record(), "fp")
         with contextlib.closing(first.client()) as plain, contextlib.closing(old.client()) as primary:
             plain.config_set("replica-priority", "1")
-            plain.config_set("masteruser", "nobody")
+            plain.config_set("masteruser", "stranger")
             plain.config_set("masterauth", "nothing")
             primary.execute_command("CLIENT", "KILL", "TYPE", "replica")
         for port in group.sentinel_ports:  # ten times this is how long they promote a replica without a link

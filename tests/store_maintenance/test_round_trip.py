@@ -14,27 +14,17 @@ from hypothesis import HealthCheck, given, settings
 
 from pensieve.errors import PensieveError
 from pensieve.store import Began, CalledOff, HistoryStore, Key, Replay, open_store
-from pensieve.store.maintenance import Mode, RawStore, backup, check, move, open_backup, open_raw, restore
+from pensieve.store.maintenance import Mode, backup, check, move, open_backup, restore
 from pensieve.store.maintenance.copying import content
 from pensieve.store.memory_store import MemoryStore
 from support.store.population import SESSIONS, Made, populate
 from support.store.redis_groups import cluster_group
 from support.store.redis_server import RedisServer
-from support.store.store_bench import request
+from support.store.store_bench import raw, request
 
 pytestmark = pytest.mark.redis
 
 TENANTS = ("acme", "b/{ü}%", "c")
-
-
-@contextlib.asynccontextmanager
-async def raw(url: str, mode: Mode) -> AsyncIterator[RawStore]:
-    store = open_raw(url)
-    await store.open(mode)
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 @contextlib.asynccontextmanager

@@ -206,19 +206,7 @@ class ResponseStarter:
             branch = await self._fork(place, plan.own)
         assert branch.info is not None
         if branch.info.revision == 1:
-            changes = place.changes
-            head, before = place.head, self.body.instructions
-            if head is not None and "system_prompt" in changes:
-                before = await self.prompt_instructions(head, branch.info.system_prompt)
-            if head is not None and not conversation_id(head.session_id):
-                drops = head.drops_oldest
-                changes = {"overflow": overflow_policy(drops_oldest=drops), "default_sampling": {}, **changes}
-                if not self.keeps_settings:  # the same as before, but the session may have others now
-                    changes = {"system_prompt": "", "tools": self.use.text, **changes}
-            if head is not None and "system_prompt" in changes:
-                system = without_instructions(branch.info.system_prompt, before)
-                changes = {**changes, "system_prompt": with_instructions(system, self.body.instructions)}
-            await set_on_branch(branch, changes)
+            await set_on_branch(branch, await self._branch_settings(place, branch.info.system_prompt))
         early, last = split_new(self.asked.messages)
         return await append_items(branch, early, self.call, follow=last)
 
@@ -300,6 +288,28 @@ class ResponseStarter:
         if self.body.drops_oldest is not head.drops_oldest:
             changes["overflow"] = overflow_policy(drops_oldest=self.body.drops_oldest)
         return changes
+
+    async def _branch_settings(self, place: _Place, prompt: str) -> SessionChanges:
+        """Return the settings that a new branch is given. ``prompt``: the system prompt that it was made with.
+
+        A chain of responses has the settings that its requests ask for, but over gRPC its session may have been given
+        others since. They are set also where this request asks for the same as the one before.
+        """
+        head, changes = place.head, place.changes
+        if head is None:
+            return changes
+        is_chain = not conversation_id(head.session_id)
+        if is_chain:
+            overflow = overflow_policy(drops_oldest=head.drops_oldest)
+            changes = {"overflow": overflow, "default_sampling": {}, **changes}
+        if "system_prompt" in place.changes:
+            before = await self.prompt_instructions(head, prompt)
+        elif is_chain and not self.keeps_settings:
+            changes["tools"], before = self.use.text, self.body.instructions
+        else:
+            return changes
+        system = without_instructions(prompt, before)
+        return {**changes, "system_prompt": with_instructions(system, self.body.instructions)}
 
     async def prompt_instructions(self, head: ResponseId, prompt: str) -> str | None:
         """Return the instructions with which ``prompt`` begins, the system prompt of this response's session. They

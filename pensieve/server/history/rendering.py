@@ -373,27 +373,37 @@ async def with_prompt(
     shown = not moved or (config.tools == base.config.tools and not (config.tools and len(rest) < len(whole)))
     old = replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
     here = replace(changed, items=head)
-    for count, speech in product(_beginnings(rest), (renderer.tokenizer.speech, PLAIN)):
-        first, entries = moved[:count], tuple(entry_of(item, speech) for item in rest[:count])
-        stamp = ItemStamp(first[0].number, "", time_ms)
-        # Only the last answer of a conversation has all of its closing.
-        after = rest[count].role if count < len(rest) else Role.USER
-        follow = (after,) if first[-1].role is Role.ASSISTANT else ()
-        try:
-            again, _ = await renderer.items(old, entries, stamp, followed_by=follow)
-        except InvalidArgument:
-            continue
-        if [item.tokens for item in again] == [item.tokens for item in first]:
-            made, _ = await renderer.items(here, entries, stamp, followed_by=follow)
-            moved[:count] = [_with_tokens(item, new.tokens) for item, new in zip(first, made, strict=True)]
-            shown = True
-            break
-    if not shown:
+    made = await _rendered_elsewhere(renderer, rest, old, here)
+    moved[: len(made)] = [
+        _with_tokens(item, new.tokens) for item, new in zip(moved[: len(made)], made, strict=True)
+    ]
+    if not (shown or made):
         raise FailedPrecondition(
             "the session's first message cannot be rendered again with other tools: create a new session with them",
             reason="TOOLS_NOT_CHANGEABLE",
         )
     return head, moved
+
+
+async def _rendered_elsewhere(
+    renderer: Renderer, items: Sequence[Item], there: History, here: History
+) -> Sequence[Item]:
+    """Render the first items, which stand behind ``there``, behind ``here``. Empty if rendering them ``there`` does not
+    give their tokens."""
+    for count, speech in product(_beginnings(items), (renderer.tokenizer.speech, PLAIN)):
+        first, entries = items[:count], tuple(entry_of(item, speech) for item in items[:count])
+        stamp = ItemStamp(first[0].number, "", first[0].create_ms)
+        # Only the last answer of a conversation has all of its closing.
+        after = items[count].role if count < len(items) else Role.USER
+        follow = (after,) if first[-1].role is Role.ASSISTANT else ()
+        try:
+            again, _ = await renderer.items(there, entries, stamp, followed_by=follow)
+        except InvalidArgument:
+            continue
+        if [item.tokens for item in again] == [item.tokens for item in first]:
+            made, _ = await renderer.items(here, entries, stamp, followed_by=follow)
+            return made
+    return ()
 
 
 def _beginnings(items: Sequence[Item]) -> list[int]:

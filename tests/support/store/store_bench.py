@@ -16,6 +16,7 @@ import redis
 from pensieve.core import FinishReason, Role, pack_tokens
 from pensieve.store import BeginRequest, Counts, HistoryStore, Key
 from pensieve.store._redis.rows import session_keys, tenant_keys
+from pensieve.store.maintenance import Mode, RawStore, open_raw
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Item, Record, RecordKind, SessionConfig, SessionRow, TurnResult
 from pensieve.store.redis_store import RedisStore
@@ -274,6 +275,27 @@ async def opened_redis(url: str, on_error: Callable[[], None] = lambda: None) ->
         yield store
     finally:
         await store.close()
+
+
+@contextlib.asynccontextmanager
+async def raw(url: str, mode: Mode) -> AsyncIterator[RawStore]:
+    store = open_raw(url)
+    await store.open(mode)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def listed(store: HistoryStore, limit: int) -> list[str]:
+    """All session ids of ``TENANT``, in pages."""
+    found, cursor = list[str](), ""
+    while True:
+        page = await store.list_sessions(TENANT, limit=limit, cursor=cursor)
+        found += [one.session_id for one in page.rows]
+        cursor = page.cursor
+        if not cursor:
+            return found
 
 
 async def whole_turn(store: HistoryStore, at: Key, base: int, text: str = "hello") -> SessionRow:
