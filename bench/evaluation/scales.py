@@ -153,7 +153,7 @@ FULL = Scale(
     },
     bits={
         "sharegpt": BitRates((20, 16), (26, 21), (26, 21), (44, 36, 40), (26, 20, 23)),
-        "ultrachat": BitRates((26, 21), (34, 28), (34, 28), (46, 36, 41), (34, 26, 30)),
+        "ultrachat": BitRates((26, 21), (34, 28), (34, 28), (44, 36, 41), (30, 26, 28)),
     },
     window_s=60.0, time_scale=TIME_SCALE,
     replay=("--stop-after-window", "--processes", "4"), start_up_s=(40.0, 50.0),
