@@ -198,7 +198,7 @@ class AcceptErrorFilter:
         self._logged_at = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error, message = context.get("exception"), context["message"]
+        error, message = context.get("exception"), context.get("message", "")  # uvloop may give none
         if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES and "accept" in message:
             if loop.time() - self._logged_at >= REPEAT_S:
                 self._logged_at = loop.time()

@@ -77,6 +77,8 @@ class AdminPort:
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port; port 0 lets the system choose. Raises OSError."""
+        # Else the first connection loads it. Should that fail for want of descriptors, uvloop never accepts again.
+        self.config.load()
         make_connection = functools.partial(_Connection, self)
         self._server = await asyncio.get_running_loop().create_server(
             make_connection, host, port, backlog=_BACKLOG

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import resource
 import secrets
+import socket
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -225,6 +226,25 @@ async def test_a_caller_with_many_connections_keeps_nobody_out(server: ServerPro
     finally:
         for _, writer in crowd:
             writer.close()
+
+
+@pytest.mark.fault(34)
+def test_the_last_free_file_goes_to_the_first_connection(tmp_path: Path) -> None:
+    """What that connection would open besides fails. The admin port answers once there are files again."""
+    with launched(tmp_path) as server:
+        pid = server.process.pid
+        taken = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        lowest = min(set(range(len(taken) + 1)) - taken)
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest + 1, before[1]))
+        host, _, port = server.admin.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as first:
+            first.sendall(b"GET /readyz HTTP/1.1\r\nHost: a\r\n\r\n")
+            answer = first.makefile("rb").readline()
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert answer == b"HTTP/1.1 200 OK\r\n", server.stderr
+        with urllib.request.urlopen(f"http://{server.admin}/readyz", timeout=30) as ready:
+            assert ready.read() == b"ok\n"
 
 
 @pytest.mark.fault(34)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import errno
 import json
 import logging
 import os
@@ -12,7 +14,7 @@ import pytest
 
 from pensieve import logs
 from pensieve.event_names import EVENT_NAMES
-from pensieve.logs import JsonFormatter, TextFormatter, ThreadedHandler, ThreadedWriter
+from pensieve.logs import AcceptErrorFilter, JsonFormatter, TextFormatter, ThreadedHandler, ThreadedWriter
 from support.faults.pipes import fill
 from support.sources import nodes, python_files
 
@@ -84,6 +86,13 @@ def test_a_stderr_that_is_gone_is_no_error() -> None:
     handler = ThreadedHandler(ThreadedWriter(writing))
     handler.handle(record())
     assert handler._writer.wait_written(20)
+
+
+async def test_an_error_of_the_loop_without_a_message_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """uvloop reports some like that."""
+    error = OSError(errno.EMFILE, "Too many open files")
+    AcceptErrorFilter()(asyncio.get_running_loop(), {"exception": error})
+    assert [record.exc_info and record.exc_info[1] for record in caplog.records] == [error]
 
 
 def test_events_keep_their_names() -> None:
