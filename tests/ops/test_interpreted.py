@@ -21,7 +21,7 @@ LEAST = {
     "recurrence": 11,
     "invariant": 10,
     "coded": 20,
-    "accepted": 24,
+    "accepted": 8,
 }
 """Tests of ``tests/support/kernels/interpreted_NAME.py`` that must pass."""
 

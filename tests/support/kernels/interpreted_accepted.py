@@ -36,6 +36,7 @@ from pensieve.kernels.attention.work_lists import (
 from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.spans import POSITION, Q_START, TABLE
 from support.kernels.attention_cases import relative_error
+from support.lengths import some
 
 PAGE, HEADS, KV_HEADS, DIM = 8, 4, 2, 16
 SAMPLE = SampleSpec(Sampling(), 0)
@@ -112,7 +113,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", some(range(24), 8))  # each fourth seed has groups
 def test_a_completed_step_is_the_one_that_is_planned_when_all_is_known(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
