@@ -191,7 +191,7 @@ class Turns:
         Late requests of stream ``stream_id`` will not begin the turn, unless it is in history. With ``keep``,
         cancelling an unknown turn (NotFound) has no effect.
         """
-        self._runner.forget_turns(key, request_id)
+        self._runner.lost.forget(key, request_id)
         if not keep:
             self._cancelled_streams.add(key, request_id, stream_id)  # before the first await
         view = await self._end(key, request_id, keep, keep_tokens)
@@ -208,7 +208,7 @@ class Turns:
             run.end_early(Order(error=error))
         for run in runs:
             await run.buffer.wait_for_end()
-        self._runner.forget_turns(key)
+        self._runner.lost.forget(key)
 
     async def drain(self, deadline_s: float) -> int:
         """Refuse new turns, wait for the running ones, discard the rest; return how many. Attach and replay go on."""
@@ -353,7 +353,7 @@ class Turns:
         timer = self._wait_timers.pop(run, None)
         if timer is not None:
             timer.cancel()
-        self._runner.on_attempt_ended(run, outcome)
+        self._runner.lost.on_attempt_ended(run, outcome)
         self._run_ended.set()
         end = run.summary(outcome)
         had_lease = run.state.had_lease
