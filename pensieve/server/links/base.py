@@ -211,8 +211,8 @@ class BaseLink(abc.ABC):
         generation = self._generations.open(sink)
         command = msgspec.structs.replace(command, request=generation.request)
         try:
-            self._gate.check(command, command.origin)
-            self._gate.enter(generation, command, command.origin)
+            self._gate.check(command)
+            self._gate.enter(generation, command)
         except PensieveError:
             self._generations.drop(generation)
             raise

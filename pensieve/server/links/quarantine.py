@@ -235,11 +235,14 @@ log = logging.getLogger(__name__)
 class _Entry:
     generation: OpenGeneration
     command: Submit
-    origin: str
     closed: bool = False
     """The listener is gone; the engine may still be working on it."""
     finished: bool = False
     """Finished; the announced step may still hold it, if that was planned before."""
+
+    @property
+    def origin(self) -> str:
+        return self.command.origin
 
 
 class ProbationGate:
@@ -276,15 +279,14 @@ class ProbationGate:
         self._warmed_at[session] = now
         return True
 
-    def check(self, command: Submit, origin: str) -> None:
-        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED). ``origin``: name shared by all tries of
-        a turn, or ""."""
-        self._quarantine.check(origin)
+    def check(self, command: Submit) -> None:
+        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED)."""
+        self._quarantine.check(command.origin)
         self.blocklist.check(command.session, command.qos.tenant, command.tokens)
 
-    def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
+    def enter(self, generation: OpenGeneration, command: Submit) -> None:
         """Send the command, now or when this generation is next. Raises the errors of ``send``."""
-        entry = _Entry(generation, command, origin)
+        entry, origin = _Entry(generation, command), command.origin
         if origin and self.blocklist.on_probation(command.session):
             self._quarantine.add_suspect(origin)
         alone = self._quarantine.must_run_alone(origin)
@@ -297,7 +299,7 @@ class ProbationGate:
             self._running_suspect = entry
 
     def on_closed(self, generation: OpenGeneration, *, finished: bool) -> None:
-        """``well``: the engine finished it."""
+        """A generation has ended; ``finished``: the engine finished it."""
         self._waiting.pop(generation.request, None)
         entry = self._admitted.get(generation.request)
         if entry is None:
@@ -370,6 +372,6 @@ class ProbationGate:
         while self._waiting and self._running_suspect is None:
             _, entry = self._waiting.popitem(last=False)
             try:
-                self.enter(entry.generation, entry.command, entry.origin)
+                self.enter(entry.generation, entry.command)
             except PensieveError as error:
                 self._fail(entry.generation, error)
