@@ -40,6 +40,8 @@ from pensieve.engine.sampling.rows import (
     prepare,
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
@@ -158,8 +160,6 @@ def row_ranges(start: int, end: int, vocab: int, device: torch.device) -> list[t
     step = max(1, (CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS) // vocab)
     return [(at, min(at + step, end)) for at in range(start, end, step)]
 
-
-log = logging.getLogger(__name__)
 
 LOGIT_LIMIT = 1e30
 """Replaces an infinite logit; its negative replaces -inf and NaN."""

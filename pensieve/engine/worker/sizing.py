@@ -51,6 +51,8 @@ from pensieve.model.collective import SINGLE_RANK, Collective
 from pensieve.model.folder import has_fp8_products
 from pensieve.model.groups import ALIGNMENT, KvGroup, context_bytes, context_pages, kv_groups
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRange:
@@ -120,8 +122,6 @@ def _share(
     share = sizes.whole(number) // sizes.ranks
     return share if len(pages) > 1 else share - share % pages[0].unit_bytes
 
-
-log = logging.getLogger(__name__)
 
 _HALF: Final = ("bfloat16", "float16")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

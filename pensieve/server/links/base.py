@@ -48,6 +48,8 @@ from pensieve.server.links.generations import CallAnswer, GenerationObserver, Ge
 from pensieve.server.links.quarantine import ProbationGate, quarantined
 from pensieve.server.tasks import cancel_and_wait
 
+log = logging.getLogger(__name__)
+
 STALLED_FACTOR: Final = 8.0
 """Multiple of a step's expected time after which health reports a stall."""
 STALLED_FLOOR_S: Final = 3.0
@@ -147,8 +149,6 @@ class Watchdog:
         expected = None if self._tokens is None else self._times.expected(self._tokens)
         return quiet > (self.limit_s if expected is None else max(floor, factor * expected))
 
-
-log = logging.getLogger(__name__)
 
 DEFAULT_STALL_LIMIT_S: Final = 60.0
 QUIET_S: Final = 0.6

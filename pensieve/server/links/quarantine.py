@@ -31,6 +31,8 @@ from pensieve.engine.messages import Submit
 from pensieve.errors import Internal, PensieveError
 from pensieve.server.links.generations import OpenGeneration
 
+log = logging.getLogger(__name__)
+
 GUILTY_DEATHS: Final = 2.0
 """Deaths."""
 ISOLATED_DEATHS: Final = 1.0
@@ -227,8 +229,6 @@ WARM_SUSPICION_S: Final = 10.0
 
 MOST_NAMED: Final = 8
 """Turns that the log names when an engine has died."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
