@@ -21,6 +21,8 @@ from pensieve.store.records import History, SessionRow, State
 
 
 class Problem(enum.StrEnum):
+    """A kind of damage that a check finds in a session, or in the storage around it."""
+
     ROW = "row"
     """The session's row is missing or unreadable."""
     LOG = "log"

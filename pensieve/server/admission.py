@@ -455,6 +455,8 @@ class TokenBucket:
 
 
 class Account:
+    """A tenant's turns and tokens, for limits that hold under any load."""
+
     def __init__(self, tenant: str, now: float) -> None:
         self.tenant = tenant
         self.turns = 0

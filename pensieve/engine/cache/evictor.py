@@ -31,6 +31,8 @@ takes the host some 10 µs: all 10 GiB in one plan made a step several milliseco
 
 
 class Evictor:
+    """Decides which slices leave a tier, and which are copied out ahead of time. ``Tiers`` does it."""
+
     def __init__(self, config: CacheConfig, tiers: Tiers, index: EvictionIndex) -> None:
         self.shares = TenantShares(tiers)
         self._tiers = tiers

@@ -211,6 +211,8 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenFetch:
+    """The tokens of a step, on their way to the host."""
+
     prepared: PreparedRows
     parts: list[torch.Tensor]
     """Tokens, finite, and the three of ``Logprobs``; on the CPU."""

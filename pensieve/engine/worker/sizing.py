@@ -165,6 +165,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
+    """The sizes and limits of a worker, as chosen for its device and model."""
+
     device: str
     dtype: str
     device_chunks: int

@@ -74,6 +74,8 @@ class PreparedChange(NamedTuple):
 
 
 class Sessions:
+    """All operations on sessions except their turns. Used on one event loop."""
+
     def __init__(
         self,
         transcript: Transcript,

@@ -21,6 +21,8 @@ from pensieve.tokenizer import ChatTokenizer, StopMatcher
 
 
 class OutputText:
+    """One candidate's output as it grows: its tokens, their text, and how much of it may be shown."""
+
     def __init__(
         self,
         tokenizer: ChatTokenizer,
