@@ -228,11 +228,7 @@ class TierSizes:
 
 def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     """Return device, dtype and limits. Raises ValueError when this machine cannot satisfy the options."""
-    device: str = options.device
-    if device == AUTO:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no CUDA device here (try `pensieve doctor`)")
+    device = _choose_device(options)
     dtype: str = options.dtype
     if dtype == AUTO:
         dtype = "float32" if device == "cpu" else arch.dtype if arch.dtype in _HALF else "bfloat16"
@@ -261,6 +257,15 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     speculates = _speculates(options, device, "8 bits" if has_codes else dtype)
     drafts = max(running, LEAST_DRAFTS) if speculates else 0
     return Placement(device, dtype, limit, tokens, running, drafts)
+
+
+def _choose_device(options: EngineOptions) -> str:
+    has_gpu = torch.cuda.is_available()
+    if options.device == AUTO:
+        return "cuda" if has_gpu else "cpu"
+    if options.device == "cuda" and not has_gpu:
+        raise ValueError("device cuda: torch sees no CUDA device here (try `pensieve doctor`)")
+    return options.device
 
 
 def _speculates(options: EngineOptions, device: str, dtype: str) -> bool:
