@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final
+from typing import Final, TypeVar
 
 from pensieve.core import SessionKey
 from pensieve.engine.messages import Submit
@@ -33,8 +33,11 @@ from pensieve.server.links.generations import OpenGeneration
 
 log = logging.getLogger(__name__)
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 GUILTY_DEATHS: Final = 2.0
-"""Deaths."""
+"""From this sum of weights on, a request may be guilty."""
 ISOLATED_DEATHS: Final = 1.0
 """From this count on, a suspect is admitted only when no other suspect is."""
 EXTERNAL_WEIGHT: Final = 0.25
@@ -132,14 +135,16 @@ class Quarantine:
                 del self._suspects[name]
 
     def _expire(self, now: float) -> None:
-        for name in [name for name, suspect in self._suspects.items() if suspect.until <= now]:
-            del self._suspects[name]
-        while len(self._suspects) > MAX_REMEMBERED:
-            self._suspects.popitem(last=False)
-        for name in [name for name, until in self._guilty.items() if until <= now]:
-            del self._guilty[name]
-        while len(self._guilty) > MAX_REMEMBERED:
-            self._guilty.popitem(last=False)
+        _prune(self._suspects, lambda suspect: suspect.until <= now, MAX_REMEMBERED)
+        _prune(self._guilty, lambda until: until <= now, MAX_REMEMBERED)
+
+
+def _prune(table: OrderedDict[K, V], is_over: Callable[[V], bool], most: int) -> None:
+    """Remove the entries that are over, and then the oldest until at most ``most`` are left."""
+    for key in [key for key, value in table.items() if is_over(value)]:
+        del table[key]
+    while len(table) > most:
+        table.popitem(last=False)
 
 
 def quarantined() -> Internal:
@@ -202,14 +207,9 @@ class Blocklist:
         return record is not None and self._clock() < record.probation_until
 
     def _expire(self, now: float) -> None:
-        for session in [one for one, record in self._sessions.items() if record.probation_until <= now]:
-            del self._sessions[session]
-        for context in [one for one, until in self._contexts.items() if until <= now]:
-            del self._contexts[context]
-        while len(self._sessions) >= MAX_REMEMBERED:
-            self._sessions.popitem(last=False)
-        while len(self._contexts) >= MAX_REMEMBERED:
-            self._contexts.popitem(last=False)
+        """Make room for another session and context."""
+        _prune(self._sessions, lambda record: record.probation_until <= now, MAX_REMEMBERED - 1)
+        _prune(self._contexts, lambda until: until <= now, MAX_REMEMBERED - 1)
 
 
 def session_quarantined(retry_after_s: float) -> Internal:
