@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help setup demo test test-gpu lint structure types docs proto proto-release bench-replay bench-ops bench-engine bench-step-parts bench-evaluate prepared programs tokenizers redis chromium haproxy promtool clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 setup: $(VENV)/.ready ## Make the virtual environment and install everything
 

@@ -25,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
         first.kill()  # as by a power cut
         print(" [killed]", end="", flush=True)
 
-        # Another process, on the same history; somebody has to start it, as systemd or Kubernetes does.
+        # Another process, on the same history; this program starts it, elsewhere systemd or Kubernetes does.
         started: list[ServerProcess] = []
         starter = threading.Thread(target=lambda: started.append(ServerProcess(*options, listen=address)))
         starter.start()

@@ -31,7 +31,7 @@ with Client(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051") as client:
         sys.exit()
     session = client.create_session(tools=[TOOL], max_output_tokens=200)
     turn = session.send("How is the weather in Rome?")
-    for _ in range(5):  # a model may go on calling: somebody has to say when it is enough
+    for _ in range(5):  # a model may go on calling: the client sets the limit
         said = read(turn.text, form)
         if not said.calls:
             break

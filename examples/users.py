@@ -1,4 +1,4 @@
-"""Several users, each with a key. Nobody sees, finds out about, or slows down what is another's.
+"""Several users, each with a key. A user can neither see, find out about, nor slow down another's sessions.
 
 pensieve serve --model demo --listen 127.0.0.1:50051 --api-keys examples/users.toml
 python examples/users.py [HOST:PORT]
@@ -21,7 +21,7 @@ with Client(TARGET, api_key=ADA) as ada, Client(TARGET, api_key=GRACE) as grace:
     for name, session in (("ada", mine), ("grace", hers)):
         print(f"{name}: {len(session.items())} items, the first says {session.items()[0].text!r}")
 
-    # A session of somebody else is as unknown as one that never was.
+    # Another tenant's session is as unknown as one that never existed.
     secret = ada.create_session()
     try:
         grace.session(secret.name).items()

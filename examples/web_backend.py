@@ -1,4 +1,4 @@
-"""The back end of a chat page. The page names each turn, so it may send it again; answers go on when nobody reads.
+"""The back end of a chat page. The page names each turn, so it may send it again; an answer goes on without a reader.
 
 pip install 'pensieve[http]' && python examples/web_backend.py [HOST:PORT]    # then open http://127.0.0.1:8000/
 """

@@ -53,9 +53,8 @@ def recurrent(
     """Convolve ``inputs`` [T, C] and run the layer's recurrence over each chain; update the layer's state pages.
 
     ``gates`` [T, 1 or 2, H]: as ``Recurrence.gates`` says, before softplus and sigmoid. ``pages``: inputs [P, C, W - 1]
-    and states float32 [P, H, K, V] (``recurrence.page_parts``). Returns [T, H, V] in the dtype of ``inputs``; rows of
-    no chain are 0. Computes in float32. All reads of pages precede all writes. Pages that no chain reads may hold
-    anything, NaN included.
+    and states float32 [P, H, K, V]. Returns [T, H, V] in the dtype of ``inputs``; rows of no chain are 0. Computes in
+    float32. All reads of pages precede all writes. Pages that no chain reads may hold anything, NaN included.
     """
     history, states = pages
     mixed = causal_conv(inputs, layer.conv_weight, layer.conv_bias, history, chains)

@@ -70,8 +70,8 @@ class RecurrentPlan:
 def make_recurrent_plan(
     chains: Chains, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> RecurrentPlan:
-    """Make the plan of a step of ``tokens`` tokens with chains of ``make_chains``. Raises ValueError if a chain reads
-    a page that another one writes, RuntimeError when there are long runs and fla-core is missing."""
+    """Make the plan of a step of ``tokens`` tokens with ``chains``. Raises ValueError if a chain reads a page that
+    another one writes, RuntimeError when there are long runs and fla-core is missing."""
     chains = chains[chains[:, ROWS] > 0]
     _check_apart(chains)
     long = LONG if dtype != torch.float32 else 2**62

@@ -177,10 +177,10 @@ def state_step(
 ) -> torch.Tensor:
     """Convolve ``inputs`` [T, C] and run the recurrence; update the state pages; return [T, H, V].
 
-    See the reference for the contract, with two differences. ``chains`` is a contiguous int32 [n, 6] on the device, of
-    chains that ``make_chains`` accepted, and no chain may read a page that another one writes. Rows of no chain keep
-    what ``out`` [T, H, V] has there, or are undefined without it. Can be captured in a graph. Raises ValueError when
-    the tensors do not fit each other.
+    See the reference for the contract, with two differences. ``chains`` is a contiguous int32 [n, 6] on the device,
+    with columns as in ``recurrence.Chains``, and no chain may read a page that another one writes. Rows of no chain
+    keep what ``out`` [T, H, V] has there, or are undefined without it. Can be captured in a graph. Raises ValueError
+    when the tensors do not fit each other.
     """
     heads, key_dim, value_dim = check_recurrent(inputs, gates, pages, layer, out)
     if chains.dtype != torch.int32 or chains.dim() != 2 or chains.shape[1] != 6 or not chains.is_contiguous():

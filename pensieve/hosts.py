@@ -1,4 +1,4 @@
-"""Check whether a ``Host`` header names this machine."""
+"""Names and addresses of hosts: whether a ``Host`` header names this machine, and whose an address is."""
 
 from __future__ import annotations
 
@@ -34,3 +34,13 @@ def names_this_machine(host: str, more: Collection[str] = ()) -> bool:
 @functools.cache
 def _own_names() -> frozenset[str]:
     return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
+
+
+@functools.lru_cache(4096)
+def owned_network(address: str) -> str:
+    """Return an IPv6 address's /64, all of which its owner may use; any other address as it is."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return str(ipaddress.ip_network((known, 64), strict=False)) if known.version == 6 else address

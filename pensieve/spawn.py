@@ -75,14 +75,8 @@ class ServerAddresses(NamedTuple):
     """"" without ``--http``."""
 
 
-def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
-    """Read the ready line; return gRPC and admin address. Raises SpawnError; kills the server at the timeout."""
-    found = wait_addresses(process, timeout_s)
-    return found.grpc, found.admin
-
-
 def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAddresses:
-    """Like ``wait_ready``, with all addresses."""
+    """Read the ready line; return its addresses. Raises SpawnError; kills the server at the timeout."""
     assert process.stdout is not None
     late = threading.Event()
 

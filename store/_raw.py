@@ -21,6 +21,8 @@ from pensieve.store.records import History, SessionRow, State
 
 
 class Problem(enum.StrEnum):
+    """A kind of damage that a check finds in a session, or in the storage around it."""
+
     ROW = "row"
     """The session's row is missing or unreadable."""
     LOG = "log"
@@ -254,28 +256,36 @@ def _sound_part(session: RawSession) -> tuple[tuple[LoggedRecord, ...], History,
 
 
 def _log_findings(examined: Examination, problem: str | None) -> Iterator[Finding]:
-    session, history = examined.session, examined.history
+    """Find what is wrong with the log. ``problem``: why it could not be read to its end; None: it could."""
+    session = examined.session
     row = session.meta.row if session.meta is not None else None
-    if problem is None and not session.log:
-        problem = "no records are left"
-    if problem is None and row is not None:
-        if examined.is_ahead:
-            detail = f"its log continues to record {history.revision}, its row says {row.revision}"
-            yield make_finding(session.key, Problem.LOG, detail, Remedy.REBUILD)
-        elif history.revision < row.revision:
-            problem = f"record {history.revision + 1} is missing, its row says {row.revision}"
-        elif (history.revision, history.head_hash) != (row.revision, row.head_hash):
-            problem = f"record {row.revision} is not its row's newest record"
+    if row is not None and examined.is_ahead:
+        detail = f"its log continues to record {examined.history.revision}, its row says {row.revision}"
+        yield make_finding(session.key, Problem.LOG, detail, Remedy.REBUILD)
+    problem = problem or _log_problem(examined, row)
+    if problem is not None:
+        yield make_finding(session.key, Problem.LOG, problem, Remedy.MARK)
+
+
+def _log_problem(examined: Examination, row: SessionRow | None) -> str | None:
+    """Return why a log without unsound records is not the whole log of its session; None: nothing shows that."""
+    session, history = examined.session, examined.history
+    if not session.log:
+        return "no records are left"
+    if row is not None and not examined.is_ahead:
+        if history.revision < row.revision:
+            return f"record {history.revision + 1} is missing, its row says {row.revision}"
+        if (history.revision, history.head_hash) != (row.revision, row.head_hash):
+            return f"record {row.revision} is not its row's newest record"
     beyond = max((known.revision for known in session.requests.values()), default=0)
-    if problem is None and row is None and beyond > history.revision:
-        problem = f"record {history.revision + 1} is missing, a request id names {beyond}"
-    if problem is None and session.claimed is not None:
+    if row is None and beyond > history.revision:
+        return f"record {history.revision + 1} is missing, a request id names {beyond}"
+    if session.claimed is not None:
         # The failed checksum may be due to either value, so one that matches is enough.
         revision, head_hash = session.claimed
         if revision != history.revision and head_hash != history.head_hash:
-            problem = f"record {history.revision} is not the newest record of its row, {revision}"
-    if problem is not None:
-        yield make_finding(session.key, Problem.LOG, problem, Remedy.MARK)
+            return f"record {history.revision} is not the newest record of its row, {revision}"
+    return None
 
 
 def _request_findings(examined: Examination) -> Iterator[Finding]:

@@ -70,6 +70,8 @@ class TenantUsage:
 
 @dataclass(frozen=True, slots=True)
 class BeginRequest:
+    """The arguments of ``HistoryStore.begin``."""
+
     request_id: str
     fingerprint: str
     """Hash over the fields of the turn's specification."""

@@ -128,10 +128,10 @@ class MemoryStore:
         return TenantUsage(len(live), sum(len(stored.data) for session in live for stored in session.log))
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        return await read_all_slices(
-            lambda after, chain: self.read_slice(key, after_revision=after, head_hash=chain),
-            *(after_revision, head_hash),
-        )
+        async def fetch(after: int, chain: str) -> LogSlice:
+            return await self.read_slice(key, after_revision=after, head_hash=chain)
+
+        return await read_all_slices(fetch, after_revision, head_hash)
 
     async def read_slice(
         self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS

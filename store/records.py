@@ -49,6 +49,8 @@ class ModelBinding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The settings of a session, as its records keep them."""
+
     model: str = ""
     system_prompt: str = ""
     sampling: SamplingDefaults = SamplingDefaults()

@@ -164,10 +164,10 @@ class SqliteStore:
         return await self._database.read(lambda rows: rows.usage(tenant, self._now()), tenant)
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        return await read_all_slices(
-            lambda after, chain: self.read_slice(key, after_revision=after, head_hash=chain),
-            *(after_revision, head_hash),
-        )
+        async def fetch(after: int, chain: str) -> LogSlice:
+            return await self.read_slice(key, after_revision=after, head_hash=chain)
+
+        return await read_all_slices(fetch, after_revision, head_hash)
 
     async def read_slice(
         self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
@@ -373,11 +373,8 @@ class SqliteStore:
         return await self._database.repair()
 
     async def _rebuild_derived(self, key: Key) -> None:
-        log.error(
-            "the history file contradicts the records of session %r of tenant %r: its derived rows "
-            "are rebuilt",
-            *(key.session_id, key.tenant),
-        )
+        problem = "the history file contradicts the records of session %r of tenant %r: its derived rows are rebuilt"
+        log.error(problem, key.session_id, key.tenant)
         await self._database.write(lambda rows: rows.rebuild_derived(key, self._now()))
 
     def _now(self) -> Moment:

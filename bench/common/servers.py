@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pensieve.debug import child_environment
-from pensieve.spawn import wait_ready
+from pensieve.spawn import wait_addresses
 
 BENCH = Path(__file__).parents[1]
 START_LIMIT_S = 60.0
@@ -42,7 +42,7 @@ def stand_in(
             env=child_environment(failpoints=False) | environment,
         ) as process:  # fmt: skip
             try:
-                yield StandIn(process.pid, wait_ready(process, START_LIMIT_S)[0])
+                yield StandIn(process.pid, wait_addresses(process, START_LIMIT_S).grpc)
             finally:
                 process.kill() if kill else process.terminate()
 

@@ -11,6 +11,8 @@ from pensieve.tracing import ClientSpan
 
 
 class StreamView:
+    """The state of a turn's stream, as its reader sees it. Both clients' streams extend it."""
+
     def __init__(self, core: SessionCore, machine: TurnMachine) -> None:
         self._core = core
         self._machine = machine

@@ -242,10 +242,6 @@ class Plan:
         return tuple(span.request for span in self.spans for _ in range(span.num_chosen))
 
     @property
-    def has_drafts(self) -> bool:
-        return any(span.drafts for span in self.spans)
-
-    @property
     def chooses_late(self) -> bool:
         """Whether the worker must wait for ``PendingStep.choose`` before it chooses the step's tokens."""
         return any(span.sample is not None and span.sample.late for span in self.spans)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Final
 
 from pensieve.core import RequestKey
@@ -125,8 +125,8 @@ def _runs(
     chunks: Sequence[Chunk], copied_in: set[int], copied_out: set[int], computed: Mapping[int, str]
 ) -> tuple[str, bool]:
     """Return the strip of these chunks, and whether it stays valid until one of them is touched."""
-    parts: list[str] = []
-    last, count, settled = "", 0, not computed
+    letters: list[str] = []
+    settled = not computed
     for chunk in chunks:
         device, host = chunk.device, chunk.host
         letter = _LETTERS[device != NOWHERE, host != NOWHERE]
@@ -138,15 +138,8 @@ def _runs(
                 letter = computed[chunk.index]
             elif host in copied_out:
                 letter = "o"
-        if letter == last:
-            count += 1
-        else:
-            if count:
-                parts.append(f"{last}{count}")
-            last, count = letter, 1
-    if count:
-        parts.append(f"{last}{count}")
-    return "".join(parts), settled
+        letters.append(letter)
+    return "".join(f"{letter}{len(list(run))}" for letter, run in groupby(letters)), settled
 
 
 def _tail(session: CachedSession) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -164,9 +163,6 @@ def _model(info: ServerInfo) -> dict[str, Any]:
         "max_model_len": info.context_limit,
         "vocab_size": info.vocab_size,
     }
-
-
-log = logging.getLogger(__name__)
 
 
 def make_app(settings: DoorSettings) -> Starlette:

@@ -414,7 +414,9 @@ async def begin_named(
     plan = CallPlan(session=name)
     await call.claim_plan(client, plan)
     async with call.undo_on_refusal(client, plan):
-        for attempt in range(_MAX_ATTEMPTS):
+        attempts = 0
+        while True:
+            attempts += 1
             try:
                 session, stream = await _continue_session(client.session(name), transcript, call, options)
                 return NamedTurn(session, stream, client, call, None)
@@ -424,12 +426,11 @@ async def begin_named(
             try:
                 return await _begin_in_new_session(client, name, transcript, call, options)
             except AlreadyExists as error:  # another call has just made it: continue in that one
-                if error.reason != "SESSION_EXISTS" or attempt + 1 == _MAX_ATTEMPTS:
+                if error.reason != "SESSION_EXISTS" or attempts == _MAX_ATTEMPTS:
                     raise
             except NotFound as error:  # another call made it and has deleted it
-                if not _is_missing(error) or attempt + 1 == _MAX_ATTEMPTS:
+                if not _is_missing(error) or attempts == _MAX_ATTEMPTS:
                     raise
-    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 async def _continue_session(
@@ -483,8 +484,8 @@ async def create(request: Request) -> Response:
         caller = await held.enter_async_context(door.callers.for_request(request))
         model = await door.require_model(caller, body.model)
         info = await door.server_info(caller)
-        use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
-        use = use.with_format() if body.form is not None else use
+        tools, has_form = body.tools or (), body.form is not None
+        use = await door.bodies.offload(request, tool_use, info, tools, body.tool_choice, has_form=has_form)
         held.enter_context(named_form(body.form))
         transcript = transcript.with_form(use.form, use.text)
         named: HashedHistory | None = None

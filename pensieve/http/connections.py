@@ -7,11 +7,12 @@ Also bounds how many strangers' requests are processed at once; the others cost 
 from __future__ import annotations
 
 import asyncio
-import functools
 import ipaddress
 import resource
 from collections.abc import Callable, Collection
 from typing import Final, Protocol
+
+from pensieve.hosts import owned_network
 
 RESERVED_FILES: Final = 128
 """File descriptors for other purposes: connections to the service, listeners, modules."""
@@ -95,7 +96,7 @@ class Connections:
     def on_connect(self, one: Connection, address: str) -> bool:
         """Count a new connection, evicting another when there are too many. Return False if there is no room
         for it."""
-        address = _network(address)
+        address = owned_network(address)
         full = len(self) >= self.max_connections and not self._make_room()
         free = max(0, self.max_connections - len(self))
         crowded = self._count_of_address.get(address, 0) >= ADDRESS_SHARE * max(
@@ -174,13 +175,3 @@ class Connections:
         except ValueError:
             return False
         return any(found.version == one.version and found.subnet_of(one) for one in self._proxies)  # type: ignore[arg-type]
-
-
-@functools.lru_cache(4096)
-def _network(address: str) -> str:
-    """Return an IPv6 address's /64, all of which its owner may use; any other address as it is."""
-    try:
-        known = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    return str(ipaddress.ip_network((known, 64), strict=False)) if known.version == 6 else address

@@ -538,8 +538,7 @@ async def _continued(door: HttpDoor, starter: TurnStarter, asked: ValidatedMessa
     info = await door.server_info(caller)
     body = ResponseRequest(previous_response_id=previous, subject=asked.body.subject)
     said = ValidatedResponse(body, list(starter.hashed.transcript.new), asked.options)
-    use = tool_use(info, (), asked.choice)
-    use = use.with_format() if asked.form is not None else use
+    use = tool_use(info, (), asked.choice, has_form=asked.form is not None)
     chain = ResponseStarter(caller, said, starter.call, {}, use, info, None, keeps_settings=True)
     try:
         return await chain.begin(door.heads, door.settings.unstored_ttl_s)
@@ -581,8 +580,8 @@ async def _starter(
     thinking = asked.body.thinking
     if thinking is not None and thinking.type == "disabled" and info.speech.thinks:
         raise unsupported_field("thinking.type", "this model always thinks: leave thinking out")
-    use = await door.bodies.offload(request, tool_use, info, asked.tools, asked.choice)
-    use = use.with_format() if asked.form is not None else use
+    has_form = asked.form is not None
+    use = await door.bodies.offload(request, tool_use, info, asked.tools, asked.choice, has_form=has_form)
     transcript = asked.transcript.with_form(use.form, use.text)
     hashed = await door.bodies.offload(request, HashedHistory, transcript, caller.scope)
     return TurnStarter(caller, door.heads, hashed, call, asked.options, door.settings.chat_ttl_s), model

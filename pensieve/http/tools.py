@@ -78,10 +78,6 @@ class ToolUse:
             return self
         return replace(self, form=replace(info.speech, tagged=self.form.tagged))
 
-    def with_format(self) -> ToolUse:
-        """Return the same for an answer that has a form when it calls no function."""
-        return replace(self, form=replace(self.form, tagged=True))
-
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
@@ -178,9 +174,10 @@ def call_options(tools: Sequence[OfferedTool], choice: Any, parallel: bool | Non
     return options
 
 
-def tool_use(info: ServerInfo, tools: Sequence[OfferedTool], choice: Any) -> ToolUse:
-    """Return the tools of a request as the model supports them. Raises HttpFailure if it supports none."""
-    form = info.speech
+def tool_use(info: ServerInfo, tools: Sequence[OfferedTool], choice: Any, *, has_form: bool) -> ToolUse:
+    """Return the tools of a request as the model supports them. ``has_form``: an answer that calls no function has a
+    form. Raises HttpFailure if the model supports no tools."""
+    form = replace(info.speech, tagged=True) if has_form else info.speech
     if tools and form.calls is None:
         if choice != "none":
             raise invalid_field(

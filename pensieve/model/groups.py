@@ -119,13 +119,13 @@ def context_bytes(groups: tuple[KvGroup, ...], chunk_tokens: int, tokens: int) -
 
 def conv_bytes(shape: StateShape, dtype: str) -> int:
     """Return the bytes of the convolution's part of a state, which are also the offset of the recurrent part."""
-    return _aligned(shape.conv_channels * (shape.conv_width - 1) * DTYPE_BYTES[dtype])
+    return aligned(shape.conv_channels * (shape.conv_width - 1) * DTYPE_BYTES[dtype])
 
 
 def state_bytes(shape: StateShape, dtype: str) -> int:
     """Return the bytes of one layer's state."""
     recurrent = math.prod((shape.heads, shape.key_dim, shape.value_dim)) * DTYPE_BYTES["float32"]
-    return conv_bytes(shape, dtype) + _aligned(recurrent)
+    return conv_bytes(shape, dtype) + aligned(recurrent)
 
 
 def state_shape(arch: Arch) -> StateShape:
@@ -136,5 +136,6 @@ def state_shape(arch: Arch) -> StateShape:
     return shapes.pop()
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Round bytes up to ``ALIGNMENT``: a buffer of that size can be viewed as words."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

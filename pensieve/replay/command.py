@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Final, Self
 
 import click
@@ -258,58 +258,70 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_plan(options: Mapping[str, Any]) -> ReplayPlan:
     """Make a plan from the values of ``workload_options``. Raises click exceptions."""
-    dataset, conversations, limit = options["dataset"], options["conversations"], options["limit"]
-    rate, clients, concurrency, processes = (
-        options[key] for key in ("rate", "clients", "concurrency", "processes")
-    )
-    think_time, think_per_token, think_from = (
-        options[f"think_{key}"] for key in ("time", "per_token", "from")
-    )
-    warm_up, window, steady, seed = options["warm_up"], options["window"], options["steady"], options["seed"]
-    stop_after_window, run_in, time_scale = (
-        options["stop_after_window"],
-        options["run_in"],
-        options["time_scale"],
-    )
-    if clients and (rate is not None or concurrency):
-        raise click.UsageError("--clients cannot be combined with --rate or --concurrency")
-    if (think_time > 0) + (think_per_token > 0) + (think_from is not None) > 1:
-        raise click.UsageError("give one of --think-time, --think-per-token, --think-from")
-    if steady and (warm_up is not None or window is not None):
-        raise click.UsageError("--steady detects the window: remove --warm-up and --window")
-    if run_in and not rate:
-        raise click.UsageError("--run-in needs --rate or --rates")
-    if stop_after_window and window is None:
-        raise click.UsageError("--stop-after-window needs a --window")
-    if processes > (clients or concurrency or processes):
-        raise click.UsageError("--processes must not exceed --clients or --concurrency, which they share")
-    if conversations and isinstance(dataset, Path):
-        raise click.UsageError("--conversations is for built-in workloads; --limit cuts a file")
+    given = SimpleNamespace(**options)
+    _check_combinations(given)
     try:
-        if isinstance(dataset, str):
-            data = generate(dataset, min(conversations or 100, limit or 2**31), seed)
+        if isinstance(given.dataset, str):
+            conversations = min(given.conversations or 100, given.limit or 2**31)
+            data = generate(given.dataset, conversations, given.seed)
         else:
-            data = _load_cached(dataset, options["tokenizer"], limit)
-        gaps = None if think_from is None else Gaps.from_dataset(_load_cached(think_from, None, None))
+            data = _load_cached(given.dataset, given.tokenizer, given.limit)
+        gaps = Gaps.from_dataset(_load_cached(given.think_from, None, None)) if given.think_from else None
     except DatasetError as error:
         raise click.UsageError(str(error)) from error
-    recorded = rate is None and clients is None and data.recorded_arrivals
-    if time_scale != 1.0 and not recorded:
+    recorded = given.rate is None and given.clients is None and data.recorded_arrivals
+    if given.time_scale != 1.0 and not recorded:
         raise click.UsageError("--time-scale needs a dataset with timestamps, and no --rate")
-    if (think_time or think_per_token or gaps) and recorded:
+    if (given.think_time or given.think_per_token or gaps) and recorded:
         raise click.UsageError("pauses need --rate or --clients: this dataset has its own times of turns")
-    return ReplayPlan(
-        data,
-        Shaping(options["scale_lengths"], options["max_turns"], options["max_input_tokens"],
-                options["max_output_tokens"], options["system_tokens"]),
-        Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
-                 options["think_minimum"] if think_per_token else 0.0, gaps, run_in),
-        RunOptions(options["force_lengths"], concurrency or clients, seed, max_lag_s=options["max_lag"],
-                   processes=processes,
-                   stop_s=(warm_up or 0.0) + window if stop_after_window and window else None,
-                   hints=options["hints"], warm_ahead_s=options["warm_ahead"]),
-        window=Window(warm_up, window, steady),
-    )  # fmt: skip
+    shaping = Shaping(
+        given.scale_lengths,
+        given.max_turns,
+        given.max_input_tokens,
+        given.max_output_tokens,
+        given.system_tokens,
+    )
+    arrivals = Arrivals(
+        given.rate or None,
+        given.think_time,
+        recorded,
+        given.time_scale,
+        given.seed,
+        given.clients,
+        given.think_per_token,
+        given.think_minimum if given.think_per_token else 0.0,
+        gaps,
+        given.run_in,
+    )
+    run = RunOptions(
+        given.force_lengths,
+        given.concurrency or given.clients,
+        given.seed,
+        max_lag_s=given.max_lag,
+        processes=given.processes,
+        stop_s=(given.warm_up or 0.0) + given.window if given.stop_after_window and given.window else None,
+        hints=given.hints,
+        warm_ahead_s=given.warm_ahead,
+    )
+    return ReplayPlan(data, shaping, arrivals, run, window=Window(given.warm_up, given.window, given.steady))
+
+
+def _check_combinations(given: SimpleNamespace) -> None:
+    """Raise click.UsageError for options that are wrong only in combination."""
+    if given.clients and (given.rate is not None or given.concurrency):
+        raise click.UsageError("--clients cannot be combined with --rate or --concurrency")
+    if (given.think_time > 0) + (given.think_per_token > 0) + (given.think_from is not None) > 1:
+        raise click.UsageError("give one of --think-time, --think-per-token, --think-from")
+    if given.steady and (given.warm_up is not None or given.window is not None):
+        raise click.UsageError("--steady detects the window: remove --warm-up and --window")
+    if given.run_in and not given.rate:
+        raise click.UsageError("--run-in needs --rate or --rates")
+    if given.stop_after_window and given.window is None:
+        raise click.UsageError("--stop-after-window needs a --window")
+    if given.processes > (given.clients or given.concurrency or given.processes):
+        raise click.UsageError("--processes must not exceed --clients or --concurrency, which they share")
+    if given.conversations and isinstance(given.dataset, Path):
+        raise click.UsageError("--conversations is for built-in workloads; --limit cuts a file")
 
 
 @lru_cache(maxsize=4)

@@ -121,7 +121,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def wide_console(*, record: bool = False) -> Console:
-    """A console on stdout, wide enough for the tables if stdout is not a terminal."""
-    console = Console(record=record)
-    return console if console.is_terminal else Console(record=record, width=140)
+def wide_console() -> Console:
+    """Return a console on stdout, wide enough for the tables if stdout is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)

@@ -190,16 +190,12 @@ class AdmissionGate:
     def overdue(self, ticket: AdmissionTicket) -> PensieveError | None:
         """Return the error for an admitted turn that has waited for the maximum while others wait too, or None."""
         now, most = self._clock(), self._limits.max_wait_s
-        if (
-            not ticket.waits
-            or not 0 < most <= now - ticket.entered_at
-            or self._backlog.turns <= MIN_OVERLOAD_TURNS
-        ):
-            return None
-        if not self._loaded:
+        waited = now - ticket.entered_at
+        is_overload = self._backlog.turns > MIN_OVERLOAD_TURNS and self._loaded
+        if not (ticket.waits and 0 < most <= waited and is_overload):
             return None
         return ResourceExhausted(
-            f"the turn has waited {now - ticket.entered_at:.1f} s and has not begun",
+            f"the turn has waited {waited:.1f} s and has not begun",
             retry_after_s=self._retry_s(ticket, self.wait_s(ticket.tenant) - most, now),
         )
 
@@ -459,6 +455,8 @@ class TokenBucket:
 
 
 class Account:
+    """A tenant's turns and tokens, for limits that hold under any load."""
+
     def __init__(self, tenant: str, now: float) -> None:
         self.tenant = tenant
         self.turns = 0

@@ -13,6 +13,8 @@ from typing import Final
 
 from pensieve.errors import Internal, Unavailable
 
+log = logging.getLogger(__name__)
+
 RETRY_AFTER_S: Final = 1.0
 
 
@@ -38,9 +40,6 @@ def running_elsewhere() -> Unavailable:
         reason="TURN_RUNNING_ELSEWHERE",
         retry_after_s=RETRY_AFTER_S,
     )
-
-
-log = logging.getLogger(__name__)
 
 
 def report_bug(error: BaseException, where: str) -> Internal:

@@ -50,6 +50,8 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
+    """Settings of a front end that its turns and sessions depend on. They do not change while it runs."""
+
     replica: str
     """Names this front end in leases and answers."""
     model: str = ""

@@ -406,7 +406,7 @@ class _GroupRenderer:
         limits.reverse()
         ends: list[int] = []
         at = start
-        if self._items:  # The rest of the last item's closing is none of a message.
+        if self._items:  # The rest of the last item's closing belongs to no message.
             end = find_marker(text, len(self._items) - 1)[1]
             at = max(at, self._closing_end(self._items[-1].role, text, end, is_first=len(self._items) == 1))
         for number, message in enumerate(self._group):

@@ -65,6 +65,8 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFolder:
+    """The tokenizer of a model folder or GGUF file, with the template and special tokens that belong to it."""
+
     backend: Tokenizer
     decoder: dict[str, Any] | None
     """The entry ``decoder`` of tokenizer.json."""

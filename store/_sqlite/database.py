@@ -7,7 +7,6 @@ again.
 from __future__ import annotations
 
 import asyncio
-import logging
 import sqlite3
 import time
 from collections import deque
@@ -29,8 +28,6 @@ from pensieve.store._sqlite.errors import (
 from pensieve.store._sqlite.file import SqliteFile
 from pensieve.store._sqlite.reader import InterruptedRead, SqliteReader
 from pensieve.store._sqlite.rows import RequestIdCache, Rows
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

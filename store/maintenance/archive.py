@@ -72,6 +72,8 @@ class ArchivedRecord(msgspec.Struct, frozen=True, tag_field="line", tag="record"
 
 
 class Totals(msgspec.Struct, frozen=True):
+    """Counts of the contents of a store or an archive."""
+
     sessions: int = 0
     tombstones: int = 0
     records: int = 0

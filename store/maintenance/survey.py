@@ -86,11 +86,9 @@ async def usage(store: RawStore, progress: Progress = no_progress) -> list[Tenan
     return [TenantTotal(tenant, totals[tenant]) for tenant in sorted(totals)]
 
 
-async def iter_logs(
-    store: RawStore, progress: Progress = no_progress
-) -> AsyncIterator[tuple[Key, tuple[Record, ...]]]:
+async def iter_logs(store: RawStore) -> AsyncIterator[tuple[Key, tuple[Record, ...]]]:
     """Yield each session's records before the first unproven one, oldest first. Raises the store's errors."""
-    async for examined in _examined(store, None, "reading", progress):
+    async for examined in _examined(store, None, "reading", no_progress):
         yield examined.session.key, tuple(one.record for one in examined.sound)
 
 

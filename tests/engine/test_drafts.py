@@ -422,6 +422,10 @@ def test_a_prediction_is_followed_from_the_first_token_and_found_again() -> None
     assert drafter.propose(np.array([1, 2, 3, 10, 11, 99, 27, 28], np.int32), 4, 0.0)[0] == [29]
 
 
+def has_drafts(plan: Plan) -> bool:
+    return any(span.drafts for span in plan.spans)
+
+
 class SlowToPlan(HashWorker):
     """Claims times of a device that waits for its plans."""
 
@@ -450,7 +454,7 @@ def test_an_engine_that_must_wait_drafts_if_that_is_worth_it(
         engine.handle(Submit(1, "s", pack_tokens(context), 20, sampling))
         while engine.has_work:
             engine.step()
-    assert least <= sum(plan.has_drafts for plan in worker.plans) <= most
+    assert least <= sum(has_drafts(plan) for plan in worker.plans) <= most
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -482,7 +486,7 @@ def test_a_device_gets_its_next_step_before_tokens_are_reported(waits: bool) -> 
             engine.step()
             steps += order[before:] == in_order
     assert steps >= 6
-    assert sum(plan.has_drafts for plan in worker.plans) >= 6
+    assert sum(has_drafts(plan) for plan in worker.plans) >= 6
     assert order.count("launch") == order.count("_report") == len(worker.plans)
 
 

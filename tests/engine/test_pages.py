@@ -253,8 +253,6 @@ def test_fits_says_what_can_be_taken(name: str) -> None:
             taken = False
         assert walk.pool.fits(*need) == taken == room(walk.model, need, {})
         answers[taken] += 1
-        empty = PagePool(walk.pool.size_bytes, walk.pool.groups)
-        assert empty.fits(*need) == walk.pool.fits_empty(*need)
     assert min(answers[True], answers[False]) > 0
 
 
@@ -358,12 +356,12 @@ def test_one_group_is_the_pool_of_before(capacity: int) -> None:
 
 def test_a_group_without_layers_costs_nothing() -> None:
     pool = PagePool(1_000, (PageSize(0, 0, 1), PageSize(1, 30, 2)))
+    assert pool.fits(1_000, 32) and not pool.fits(0, 33)
     assert [pool.take() for _ in range(5)] == [0] * 5
     pages = [pool.take(1) for _ in range(32)]
     assert pages[:3] == [31, 32, 29] and sorted(pages) == list(range(1, 33))
     assert (pool.used(), pool.used(1), pool.used_bytes, pool.held[0]) == (0, 32, 960, 960)
     assert pool.fits(1_000, 0) and not pool.fits(0, 1)
-    assert pool.fits_empty(1_000, 32) and not pool.fits_empty(0, 33)
     pool.put_back(0)
     assert pool.free() == pool.capacity() > 1 << 30 and pool.is_free(0)
     assert pool.shrink(0, 0, 1, bool) == pool.shrink(1, 0, 1, bool) == []

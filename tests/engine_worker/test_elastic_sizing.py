@@ -76,7 +76,7 @@ def test_tokens_are_those_of_one_context(name: str) -> None:
         assert num_bytes is not None
         needed = context_pages(groups, 32, tokens)
         if len(groups) > 1:
-            assert PagePool(num_bytes, tiers.device_tier.sizes).fits_empty(*needed)
+            assert PagePool(num_bytes, tiers.device_tier.sizes).fits(*needed)
         else:
             assert num_bytes >= needed[0] * groups[0].page_bytes
 

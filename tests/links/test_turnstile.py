@@ -29,9 +29,9 @@ class Gate:
 
     def enter(self, origin: str) -> OpenGeneration:
         generation = self.generations.open(Listener())
-        command = Submit(generation.request, "s", b"", 0, Sampling())
-        self.turnstile.check(command, origin)
-        self.turnstile.enter(generation, command, origin)
+        command = Submit(generation.request, "s", b"", 0, Sampling(), origin=origin)
+        self.turnstile.check(command)
+        self.turnstile.enter(generation, command)
         return generation
 
     def say(self, generation: OpenGeneration, tokens: int) -> None:

@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from pensieve.kernels import recurrent as module
-from pensieve.kernels.recurrence import NO_PAGE, make_chains, page_bytes, page_parts
+from pensieve.kernels.recurrence import NO_PAGE
 from pensieve.kernels.recurrent import STEPPED, causal_conv, recurrent
 from support.kernels.recurrence_cases import (
     KINDS,
     Case,
     Kind,
     make_case,
+    make_chains,
     make_layer,
+    page_bytes,
+    page_parts,
     random_rows,
     start_of,
     token_by_token,

@@ -12,7 +12,7 @@ from pensieve.errors import Cancelled, TurnFenced, Unavailable
 from pensieve.server.rpc.convert import turn_spec
 from pensieve.server.turns.run import Order, TurnRun
 from pensieve.server.turns.turns import CancelledStreams
-from pensieve.store import Counts, HeldLease, Key, RenewalAnswer, Renewed
+from pensieve.store import Counts, EndOrder, HeldLease, Key, RenewalAnswer, Renewed
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Record, SessionRow
 from pensieve.v1 import pensieve_pb2 as pb
@@ -191,6 +191,12 @@ class StillStore(HeldStore):
         super().__init__()
         self.now = 0
         self._steady_clock = lambda: self.now
+        self.asked = asyncio.Event()
+
+    async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
+        waits = await super().ask_to_end(key, request_id, order)
+        self.asked.set()
+        return waits
 
     def lapse_leases(self) -> None:
         self.now += 1 << 40
@@ -214,7 +220,7 @@ async def test_a_commit_that_comes_after_the_discard_at_another_server_adds_noth
             ).reason == "TURN_NOT_FOUND"
         else:
             cancel = asyncio.ensure_future(other.cancel(name, turn.request_id, keep=NOTHING))
-            await asyncio.sleep(0.01)
+            await store.asked.wait()
             store.lapse_leases()
             assert (await cancel).state == pb.Turn.STATE_DISCARDED
         gate.set()

@@ -52,7 +52,7 @@ async def test_predictions_that_are_no_text_of_an_answer() -> None:
 
 @pytest.mark.fault(27)
 async def test_the_next_attempt_drafts_what_a_dead_engine_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MOST_GIVEN", 1)
+    monkeypatch.setattr(runner, "MOST_LOST", 1)
     async with serving(answer=None) as rig:
         speculate(rig.link)
         names = [await rig.create() for _ in range(2)]
@@ -110,7 +110,7 @@ async def lost(rig: Rig, name: str, turn: pb.TurnSpec) -> list[int]:
 
 def kept(rig: Rig) -> list[list[int]]:
     """The tokens that are kept for other attempts."""
-    return [list(tokens) for tokens in rig.conversations.turns._runner._given.values()]
+    return [list(tokens) for tokens in rig.conversations.turns._runner.lost._tokens.values()]
 
 
 async def cancel_between(rig: Rig, name: str, turn: pb.TurnSpec) -> None:

@@ -208,6 +208,7 @@ def summary(turn: Turn) -> str:
     )
 
 
-def first_words(text: str, width: int = 48) -> str:
+def first_words(text: str) -> str:
+    """Return the text on one line, cut to 48 characters."""
     words = " ".join(text.split())
-    return words if len(words) <= width else f"{words[: width - 1]}…"
+    return words if len(words) <= 48 else f"{words[:47]}…"

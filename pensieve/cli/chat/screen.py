@@ -316,20 +316,25 @@ class TurnDisplay:
             except queue.Empty:
                 self._tick()
                 continue
-            if isinstance(event, _Interrupt):
-                self._stop()
-            elif isinstance(event, Piece):
-                self._mark_alive()
-                if self._shows:
-                    self._show(event)
-            else:
-                if self._stopping is not None and self._stopping.is_alive():
-                    self._stopping.join(TICK_S)
-                if event is not None and not self._stream.done:
-                    if self._written:
-                        self._screen.end_line()
-                    raise event
-                return
+            match event:
+                case _Interrupt():
+                    self._stop()
+                case Piece():
+                    self._mark_alive()
+                    if self._shows:
+                        self._show(event)
+                case error:
+                    self._finish(error)
+                    return
+
+    def _finish(self, error: PensieveError | None) -> None:
+        """The stream has ended. Raises its error, unless the turn was complete before."""
+        if self._stopping is not None:
+            self._stopping.join(TICK_S)
+        if error is not None and not self._stream.done:
+            if self._written:
+                self._screen.end_line()
+            raise error
 
     def _show(self, piece: Piece) -> None:
         if piece.candidate:

@@ -362,12 +362,12 @@ def _tier(frame: TopFrame, name: str, tier: TierState, style: str) -> Iterator[T
 
 def _list(frame: TopFrame, view: View, rows: Sequence[SessionLine]) -> Iterator[Text]:
     sessions = frame.state.sessions
-    told = f"{sessions.total:,} session{'s' * (sessions.total != 1)}, {sessions.running:,} running, by {view.order}"
+    heading = f"{sessions.total:,} session{'s' * (sessions.total != 1)}, {sessions.running:,} running, by {view.order}"
     if view.filter:
-        told += f", with “{clean(view.filter, lines=False)}”"
+        heading += f", with “{clean(view.filter, lines=False)}”"
     if view.first:
-        told += f", from {view.first + 1:,}"
-    yield Text(told, "bold")
+        heading += f", from {view.first + 1:,}"
+    yield Text(heading, "bold")
     if not rows:
         yield Text("no session has cached chunks" if not view.filter else "no session matches", "dim")
         return
@@ -385,9 +385,9 @@ def _list(frame: TopFrame, view: View, rows: Sequence[SessionLine]) -> Iterator[
     )
     yield Text(f"{heading}  LABELS" if wide else heading.rstrip(), "dim")
     for row, name in zip(rows, names, strict=True):
-        told = clean(row.state, lines=False) if row.state != "idle" else output.age(row.idle_s)
+        state = clean(row.state, lines=False) if row.state != "idle" else output.age(row.idle_s)
         line = Text(_cut(name, name_width))
-        line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
+        line.append(f"  {state:<7.7}", "" if row.state == "idle" else "green")
         line.append(f"{output.count(row.tokens):>7}  ")
         tail = _tail(row.tail)
         strip = draw_strip(row.strip, strip_width - len(tail), blocks=frame.blocks)
@@ -424,12 +424,12 @@ def _keys(view: View) -> Text:
     )  # fmt: skip
 
 
-def _latency(told: Percentiles | None) -> str:
+def _latency(times: Percentiles | None) -> str:
     """Format the median and the highest percentile that the server reports."""
-    if told is None:
+    if times is None:
         return "–"
-    name, high = ("p99", told.p99) if told.p99 is not None else ("p95", told.p95)
-    return f"p50 {output.seconds(told.p50)}, {name} {output.seconds(high)}"
+    name, high = ("p99", times.p99) if times.p99 is not None else ("p95", times.p95)
+    return f"p50 {output.seconds(times.p50)}, {name} {output.seconds(high)}"
 
 
 def _pair(word: str, value: str, style: str = "") -> Text:

@@ -31,6 +31,8 @@ takes the host some 10 µs: all 10 GiB in one plan made a step several milliseco
 
 
 class Evictor:
+    """Decides which slices leave a tier, and which are copied out ahead of time. ``Tiers`` does it."""
+
     def __init__(self, config: CacheConfig, tiers: Tiers, index: EvictionIndex) -> None:
         self.shares = TenantShares(tiers)
         self._tiers = tiers
@@ -172,18 +174,7 @@ class Evictor:
         All victims are chosen before the first one is moved. Where the host cannot take them all, the most
         valuable are saved and the least valuable dropped.
         """
-        tiers = self._tiers
-        chosen: list[tuple[float, Slice]] = []
-        gone = [0, 0]
-        while (need := missing(gone[0], gone[1])) and (group := victims.take()):
-            if tiers.device.limits is not None and not _helps(group, missing, gone, need):
-                victims.put_back()
-                continue
-            value = victims.peek()
-            for part in group:
-                chosen.append((value, part))
-                gone[part.group] += 1
-            victims.put_back()
+        tiers, chosen = self._tiers, self._choose(victims, missing)
         room: EvictionRound | None = None
         stale = False
         for value, part in reversed(chosen):  # most valuable first: they get the room on the host
@@ -210,6 +201,19 @@ class Evictor:
                     continue
             tiers.evict_from_device(part)
         return bool(chosen)
+
+    def _choose(self, victims: EvictionRound, missing: Missing) -> list[tuple[float, Slice]]:
+        """Return victims whose pages make up for the missing bytes, each with its value, the least valuable first."""
+        chosen: list[tuple[float, Slice]] = []
+        gone = [0, 0]
+        while (need := missing(gone[0], gone[1])) and (group := victims.take()):
+            if self._tiers.device.limits is None or _helps(group, missing, gone, need):
+                value = victims.peek()
+                for part in group:
+                    chosen.append((value, part))
+                    gone[part.group] += 1
+            victims.put_back()
+        return chosen
 
     def _drop_all(self, holder: CachedSession | SharedRun) -> None:
         """Drop all slices of a holder that are not in use: it has lost its tail, and the rest saves no work."""

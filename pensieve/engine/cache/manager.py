@@ -152,7 +152,7 @@ class CacheManager:
             return None
         common = self._finder.in_common(session, tokens, num_new, path)
         if any(chunk.saving for chunk in common):
-            return None  # a plan cannot copy a chunk in that it copies out
+            return None  # no plan can copy one chunk both out and in
         # Chunks that are pinned already cost this request no page, but it copies that of its last token.
         pages = self.chunks_for(len(tokens)) + branches.pages
         pages -= sum(chunk.pins > 0 for chunk in common if chunk.index < (len(tokens) - 1) // self._size)

@@ -171,11 +171,6 @@ class PagePool:
         """Whether that many more pages of each group can be taken now, without a move."""
         return self._fits_after(0, self._ends[0].units, pages0, pages1)
 
-    def fits_empty(self, pages0: int, pages1: int = 0) -> bool:
-        """Whether these pages of each group, in all, have room together if the tier holds nothing else."""
-        wanted = zip(self._ends, (pages0, pages1), strict=False)
-        return sum(end.units_beyond(pages) * end.unit_bytes for end, pages in wanted) <= self.size_bytes
-
     def bytes_for(self, pages0: int, pages1: int = 0) -> int:
         """Return the bytes that these pages of each group take together, in whole units if there are any."""
         return sum(self.ends_for(pages0, pages1))

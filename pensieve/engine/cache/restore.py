@@ -74,7 +74,7 @@ def missing_set(keep: int, size: int, needs: Sequence[Needs], have: Sequence[Seq
     sliding = [
         (keep + 1 if kind == "full" else window, gaps(keep, size, filled))
         for (kind, window), filled in zip(needs, have, strict=True)
-        if kind == "full" or kind == "window"
+        if kind in ("full", "window")
     ]
     states = [filled for (kind, _), filled in zip(needs, have, strict=True) if kind == "state"]
     missing: list[Range] = []
@@ -169,9 +169,7 @@ def pieces_of(run: Range, size: int, needs: Sequence[Needs], have: Sequence[Sequ
         return [SpanPart(start, end, 1)]
     always = sum(1 << group for group, need in enumerate(needs) if need.kind == "state")
     keeping = [
-        (1 << group, have[group])
-        for group, need in enumerate(needs)
-        if need.kind == "full" or need.kind == "window"
+        (1 << group, have[group]) for group, need in enumerate(needs) if need.kind in ("full", "window")
     ]
     pieces: list[SpanPart] = []
     for chunk in range(start // size, -(-end // size)):
@@ -295,7 +293,7 @@ def sources(
     if len(needs) == 1 and needs[0].kind == "full":
         loaded = from_host[0]
     else:
-        only_states = not any(need.kind == "full" or need.kind == "window" for need in needs)
+        only_states = not any(need.kind in ("full", "window") for need in needs)
         serving: set[int] = set()
         for ranges, chunks in zip(reads(keep, size, needs, missing), from_host, strict=True):
             for first, last in ranges:

@@ -72,6 +72,8 @@ class Digests:
 
 
 class SharedChunks:
+    """The chunks of all sessions, by owner and by address. See the module docstring."""
+
     def __init__(self, index: EvictionIndex, tiers: Tiers, model: str) -> None:
         self._index = index
         self._tiers = tiers

@@ -50,7 +50,7 @@ from pensieve.engine.kv.virtual.region import Backend, RegionSizes, handle_bytes
 from pensieve.engine.plan import Copy, Plan
 from pensieve.kernels import kv_codec, reference
 from pensieve.model.arch import Arch
-from pensieve.model.groups import ALIGNMENT, KvGroup, conv_bytes, layer_page_bytes, state_shape
+from pensieve.model.groups import KvGroup, aligned, conv_bytes, layer_page_bytes, state_shape
 
 SEGMENT_BYTES = 1 << 30
 """Bytes registered in one call, so that progress can be shown and the driver's lock is held briefly."""
@@ -433,7 +433,7 @@ class HybridPools(KvTiers):
         self.kv_groups, self.tiers = groups, tiers
         on_gpu = device.type == "cuda"
         pinned: PinnedMemory | None = None
-        device_bytes, host_bytes = (_aligned(tier.num_bytes) for tier in tiers)
+        device_bytes, host_bytes = (aligned(tier.num_bytes) for tier in tiers)
         backing: Backing | None = None
         if floor is not None:
             backing = back_tier(tiers[0], floor, device)
@@ -557,8 +557,3 @@ def _chunks(host: torch.Tensor, group: KvGroup) -> torch.Tensor:
     layers, words = len(group.layers), group.layer_page_bytes // WORD.itemsize
     chunks = host.nbytes // group.page_bytes
     return host.view(WORD)[: chunks * layers * words].view(chunks, layers, words).transpose(0, 1)
-
-
-def _aligned(num_bytes: int) -> int:
-    """Round bytes up so that the buffer can be viewed as words."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -30,6 +30,8 @@ import torch.distributed
 from pensieve.config import EngineOptions
 from pensieve.model.collective import AddNorm, BufferIndex, Collective, ReduceBuffer
 
+log = logging.getLogger(__name__)
+
 FUSED_BYTES: Final = 24 << 20
 """Up to this size, two ranks are fastest reading each other's part."""
 FUSED_BYTES_OF_MORE: Final = 5 << 19
@@ -168,8 +170,6 @@ class ExchangeBuffer(ReduceBuffer):
             self._sums.add_norm(pieces, x[start:end], weight, bias, eps, normed[start:end])
         return x, normed
 
-
-log = logging.getLogger(__name__)
 
 dist: Any = torch.distributed  # its types omit half of what is used here
 

@@ -134,6 +134,8 @@ def _checksum(piece: bytes | memoryview, number: int) -> int:
 
 
 class RingWriter:
+    """The writer of a ring, which broadcasts messages."""
+
     def __init__(self, ring: SharedRing, *, spin_s: float) -> None:
         """``spin_s``: seconds to spin before sleeping between polls."""
         self._ring, self._spin_s, self._sent = ring, spin_s, 0
@@ -170,6 +172,8 @@ class RingWriter:
 
 
 class RingReader:
+    """One reader of a ring. Each reader gets every message."""
+
     def __init__(self, ring: SharedRing, reader: int, *, spin_s: float) -> None:
         """``reader``: its index, from 0. ``spin_s``: seconds to spin before sleeping between polls."""
         self._ring, self._reader, self._spin_s, self._taken = ring, reader, spin_s, 0

@@ -40,6 +40,8 @@ from pensieve.engine.sampling.rows import (
     prepare,
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
@@ -159,8 +161,6 @@ def row_ranges(start: int, end: int, vocab: int, device: torch.device) -> list[t
     return [(at, min(at + step, end)) for at in range(start, end, step)]
 
 
-log = logging.getLogger(__name__)
-
 LOGIT_LIMIT = 1e30
 """Replaces an infinite logit; its negative replaces -inf and NaN."""
 
@@ -211,6 +211,8 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenFetch:
+    """The tokens of a step, on their way to the host."""
+
     prepared: PreparedRows
     parts: list[torch.Tensor]
     """Tokens, finite, and the three of ``Logprobs``; on the CPU."""

@@ -150,7 +150,7 @@ class Drafting:
     # -- its result --------------------------------------------------------------------------------------------------
 
     def end(self, request: Request | None, accepted: int, drafted: int) -> None:
-        """Take in that a step accepted the first of ``drafted`` drafts. ``request``: None if it has gone meanwhile."""
+        """Record that a step accepted the first of ``drafted`` drafts. ``request``: None if it has gone meanwhile."""
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
         if request is not None and request.guesses:
             request.on_drafts(accepted)

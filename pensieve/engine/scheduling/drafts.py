@@ -97,7 +97,7 @@ class Odds:
         """By bucket."""
 
     def learn(self, buckets: Sequence[int], right: int) -> None:
-        """Take in drafts, by their buckets, of which the first ``right`` were right."""
+        """Learn from drafts, named by their buckets: the first ``right`` of them were right."""
         hits, tries, rates = self._hits, self._tries, self.rates
         for number, bucket in enumerate(buckets):
             if tries[bucket] >= _MOST_TRIES:

@@ -259,7 +259,7 @@ class Scheduler:
                 self._running.requeue(request, now)
                 specs.append(None)
             else:
-                # Of the token that this step chooses, whatever was accepted.
+                # The token that this step chooses, however many drafts were accepted.
                 index = request.output_tokens - 1
                 prompt, output = request.sampling_context(index)
                 mask = masks.get(request.key)
@@ -318,7 +318,7 @@ class Scheduler:
                 self._running.remove(request, now)
 
     def _accept(self, request: Request, now: float, *, is_last: bool) -> None:
-        """Take in that the newest known token was a draft, whose KV the step has computed. The step has chosen the
+        """Record that the newest known token was a draft, whose KV the step has computed. The step has chosen the
         token after it as well, which counts unless this one ``is_last``."""
         self.queue.charge(request, 1)
         # A step planned meanwhile counts one token of this request: this one, or the one that would follow.
@@ -381,8 +381,8 @@ class Scheduler:
         ]
 
     def _without_mask(self) -> set[Request]:
-        """Return the running requests that wait for a mask. Ask once in a plan: a thread may complete one meanwhile,
-        for whose request the plan has made no room."""
+        """Return the running requests that wait for a mask. Ask once in a plan: a thread may complete a mask
+        meanwhile, and the plan has made no room for its request."""
         following = [one for one in self._running.requests if one.sampling.grammar is not None]
         return {one for one in following if one.decoding and not self._has_mask(one)}
 
@@ -422,15 +422,18 @@ class Scheduler:
         for request in self._running.requests:
             if used >= budget:
                 break
-            if once and (request in work or request.waits_for_leader):
+            if not request.missing or request.decoding or (once and request.waits_for_leader):
                 continue
-            if request.missing and not request.decoding and not (request.warm and request in work):
-                most = min(budget - used, remaining.get(request.tenant, budget))
-                if most > 0:
-                    taken = self._take(work, request, min(most, WARM_TOKENS) if request.warm else most, now)
-                    used += taken
-                    if request.tenant in remaining:
-                        remaining[request.tenant] -= taken
+            if request in work and (once or request.warm):
+                continue
+            most = min(budget - used, remaining.get(request.tenant, budget))
+            if request.warm:
+                most = min(most, WARM_TOKENS)
+            if most > 0:
+                taken = self._take(work, request, most, now)
+                used += taken
+                if request.tenant in remaining:
+                    remaining[request.tenant] -= taken
         return used
 
     def _admit(self, work: _Work, budget: int, now: float) -> int:

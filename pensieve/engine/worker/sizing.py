@@ -51,6 +51,8 @@ from pensieve.model.collective import SINGLE_RANK, Collective
 from pensieve.model.folder import has_fp8_products
 from pensieve.model.groups import ALIGNMENT, KvGroup, context_bytes, context_pages, kv_groups
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRange:
@@ -121,8 +123,6 @@ def _share(
     return share if len(pages) > 1 else share - share % pages[0].unit_bytes
 
 
-log = logging.getLogger(__name__)
-
 _HALF: Final = ("bfloat16", "float16")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GIB: Final = 1 << 30
@@ -165,6 +165,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
+    """The sizes and limits of a worker, as chosen for its device and model."""
+
     device: str
     dtype: str
     device_chunks: int
@@ -226,11 +228,7 @@ class TierSizes:
 
 def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     """Return device, dtype and limits. Raises ValueError when this machine cannot satisfy the options."""
-    device: str = options.device
-    if device == AUTO:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no CUDA device here (try `pensieve doctor`)")
+    device = _choose_device(options)
     dtype: str = options.dtype
     if dtype == AUTO:
         dtype = "float32" if device == "cpu" else arch.dtype if arch.dtype in _HALF else "bfloat16"
@@ -259,6 +257,15 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     speculates = _speculates(options, device, "8 bits" if has_codes else dtype)
     drafts = max(running, LEAST_DRAFTS) if speculates else 0
     return Placement(device, dtype, limit, tokens, running, drafts)
+
+
+def _choose_device(options: EngineOptions) -> str:
+    has_gpu = torch.cuda.is_available()
+    if options.device == AUTO:
+        return "cuda" if has_gpu else "cpu"
+    if options.device == "cuda" and not has_gpu:
+        raise ValueError("device cuda: torch sees no CUDA device here (try `pensieve doctor`)")
+    return options.device
 
 
 def _speculates(options: EngineOptions, device: str, dtype: str) -> bool:

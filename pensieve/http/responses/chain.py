@@ -460,6 +460,6 @@ class _References:
             session = self._caller.client.session(answer.session_id)
             turn: Turn = await session.get_turn(answer.turn_id)
             gone = turn.output is None or await answer_item(session, turn) is None
-            told = Response.from_turn(answer, self._info, turn).finished(turn)["output"]
-            self._outputs[key] = [] if gone else told
+            output = Response.from_turn(answer, self._info, turn).finished(turn)["output"]
+            self._outputs[key] = [] if gone else output
         return next((one for one in self._outputs[key] if one["id"] == name), None)

@@ -196,8 +196,8 @@ async def _starter(
     model = await door.require_model(caller, body.model)
     info = await door.server_info(caller)
     asked = await resolve_references(asked, caller, info)
-    use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
-    use = use.with_format() if body.form is not None else use
+    tools, has_form = body.tools or (), body.form is not None
+    use = await door.bodies.offload(request, tool_use, info, tools, body.tool_choice, has_form=has_form)
     held.enter_context(named_form(body.form))
     kept = KeptResponse(int(time.time()), model, body)
     annotations = await door.bodies.offload(request, lambda: kept.annotations)

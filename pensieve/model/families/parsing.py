@@ -145,7 +145,7 @@ def text_part(config: Config) -> Config:
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise ModelError(f"text_config is {json.dumps(text)}, not an object")
-    # Of the two flags for a tied head transformers follows the outer one, and it is true by default.
+    # Two flags tie the head. transformers follows the outer one, which is true by default.
     outer = {name: config[name] for name in _OUTSIDE if name in config}
     return text | {"tie_word_embeddings": True} | outer
 

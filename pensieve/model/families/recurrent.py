@@ -85,13 +85,7 @@ def read_bamba(config: Config, generation: Config) -> Arch:
     """Read Bamba: layers of Mamba-2 or, where ``attn_layer_indices`` says, of attention. Raises ModelError."""
     parsed = parsed_config("bamba", config, "intermediate_size", *_MAMBA_SIZES)
     fields = _mamba_fields("bamba", parsed, config, generation)
-    state = _ssd_state(
-        parsed.mamba_n_heads,
-        parsed.mamba_d_head,
-        parsed.mamba_n_groups,
-        parsed.mamba_d_state,
-        parsed.mamba_d_conv,
-    )
+    state = _mamba_state(parsed)
     rope = read_rope(parsed, fields["head_dim"], partial=True)
     attends = [kind == "full_attention" for kind in parsed.layers_block_type]
     others = set(parsed.attn_layer_indices or ()) - set(range(parsed.num_hidden_layers))
@@ -106,13 +100,7 @@ def read_falcon_h1(config: Config, generation: Config) -> Arch:
     """Read Falcon-H1: each layer has attention and a Mamba-2 side by side. Raises ModelError."""
     parsed = parsed_config("falcon_h1", config, "intermediate_size", *_MAMBA_SIZES)
     fields = _mamba_fields("falcon_h1", parsed, config, generation)
-    state = _ssd_state(
-        parsed.mamba_n_heads,
-        parsed.mamba_d_head,
-        parsed.mamba_n_groups,
-        parsed.mamba_d_state,
-        parsed.mamba_d_conv,
-    )
+    state = _mamba_state(parsed)
     mixer = _mamba_mixer(parsed)
     if not parsed.mamba_rms_norm:
         mixer = replace(mixer, gate="no norm")
@@ -177,6 +165,16 @@ def _mamba_fields(family: str, parsed: Any, config: Config, generation: Config) 
         "output_bias": parsed.attention_bias,
         "mlp_bias": parsed.mlp_bias,
     }
+
+
+def _mamba_state(parsed: Any) -> StateShape:
+    return _ssd_state(
+        parsed.mamba_n_heads,
+        parsed.mamba_d_head,
+        parsed.mamba_n_groups,
+        parsed.mamba_d_state,
+        parsed.mamba_d_conv,
+    )
 
 
 def _mamba_mixer(parsed: Any) -> RecurrentMixer:

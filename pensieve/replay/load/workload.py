@@ -163,9 +163,9 @@ def parse_length_trace(path: Path, text: str) -> list[Conversation]:
             )
             entry = int(row["turn"]), turn, row
             session = str(row["session_id"])
+        except DatasetError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, DatasetError):
-                raise
             raise DatasetError(
                 f"{path}, line {number}: needs session_id, turn, input_tokens, output_tokens[, timestamp_s]: {error!r}"
             ) from error

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import importlib.util
 import json
-import logging
 import math
 import re
 import signal
@@ -68,8 +67,6 @@ def _finite(text: str) -> float:
 def _refuse_constant(name: str) -> float:
     raise ValueError(name)
 
-
-log = logging.getLogger(__name__)
 
 MAX_KEPT: Final = 4096
 """Grammars whose check is remembered."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
 
 from pensieve.errors import DataLoss
 from pensieve.server.history.rendering import Renderer
@@ -153,10 +153,8 @@ class Transcript:
         self._max_bytes = max_bytes
         self._cached: OrderedDict[Key, _CacheEntry] = OrderedDict()
         self._bytes = 0
-        self._read_locks: defaultdict[Key, tuple[asyncio.Lock, list[None]]] = defaultdict(
-            lambda: (asyncio.Lock(), [])
-        )
-        """Locks, with their users, so that concurrent callers share one read of a log."""
+        self._read_locks = WeakValueDictionary[Key, asyncio.Lock]()
+        """Concurrent callers share one read of a log. A lock lives as long as one of them holds or awaits it."""
 
     async def read(self, key: Key, *, known_revision: int | None = None) -> tuple[SessionRow, History]:
         """The session as it is now; ``known_revision``: one that a client has seen. Raises the errors of
@@ -221,9 +219,8 @@ class Transcript:
         if history is None:
             async with self._read_lock(key):
                 entry = self._cached.get(key)
-                if (
-                    entry is not None and entry.history.revision > row.revision
-                ):  # another caller has read more meanwhile
+                if entry is not None and entry.history.revision > row.revision:
+                    # Another caller has read more meanwhile.
                     row = await self.store.load(key)
                     self.known.check(key, row, seen)
                 history = self._get_cached(key, row) or await self._read(key, row, seen)
@@ -240,17 +237,8 @@ class Transcript:
         self._cached.move_to_end(key)
         return entry.history
 
-    @asynccontextmanager
-    async def _read_lock(self, key: Key) -> AsyncIterator[None]:
-        lock, waiting = self._read_locks[key]
-        waiting.append(None)
-        try:
-            async with lock:
-                yield
-        finally:
-            waiting.pop()
-            if not waiting:
-                self._read_locks.pop(key, None)
+    def _read_lock(self, key: Key) -> asyncio.Lock:
+        return self._read_locks.setdefault(key, asyncio.Lock())
 
     async def _read(self, key: Key, row: SessionRow, seen: SeenRevision) -> History:
         cached = self._cached[key].history if key in self._cached else History()

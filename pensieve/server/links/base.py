@@ -48,6 +48,8 @@ from pensieve.server.links.generations import CallAnswer, GenerationObserver, Ge
 from pensieve.server.links.quarantine import ProbationGate, quarantined
 from pensieve.server.tasks import cancel_and_wait
 
+log = logging.getLogger(__name__)
+
 STALLED_FACTOR: Final = 8.0
 """Multiple of a step's expected time after which health reports a stall."""
 STALLED_FLOOR_S: Final = 3.0
@@ -148,8 +150,6 @@ class Watchdog:
         return quiet > (self.limit_s if expected is None else max(floor, factor * expected))
 
 
-log = logging.getLogger(__name__)
-
 DEFAULT_STALL_LIMIT_S: Final = 60.0
 QUIET_S: Final = 0.6
 """Slightly longer than an idle engine's heartbeat."""
@@ -211,8 +211,8 @@ class BaseLink(abc.ABC):
         generation = self._generations.open(sink)
         command = msgspec.structs.replace(command, request=generation.request)
         try:
-            self._gate.check(command, command.origin)
-            self._gate.enter(generation, command, command.origin)
+            self._gate.check(command)
+            self._gate.enter(generation, command)
         except PensieveError:
             self._generations.drop(generation)
             raise

@@ -70,6 +70,8 @@ class NullObserver:
 
 
 class OpenGeneration:
+    """A generation that has not ended, from its submission on."""
+
     __slots__ = (
         "_owner",
         "log_fields",

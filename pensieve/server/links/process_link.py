@@ -29,6 +29,8 @@ from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.generations import GenerationObserver
 from pensieve.server.tasks import cancel_and_wait, wait_task
 
+log = logging.getLogger(__name__)
+
 _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = decoder_for(Report)
 
 
@@ -108,8 +110,6 @@ class EngineProcess(ChildProcess):
             return line.removeprefix(FAILURE_PREFIX)
         return f"the engine process {self.describe_exit(status)}"
 
-
-log = logging.getLogger(__name__)
 
 FIRST_RESTART_DELAY_S: Final = 0.2
 LONGEST_RESTART_DELAY_S: Final = 30.0

@@ -24,15 +24,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final
+from typing import Final, TypeVar
 
 from pensieve.core import SessionKey
 from pensieve.engine.messages import Submit
 from pensieve.errors import Internal, PensieveError
 from pensieve.server.links.generations import OpenGeneration
 
+log = logging.getLogger(__name__)
+
+K = TypeVar("K")
+V = TypeVar("V")
+
 GUILTY_DEATHS: Final = 2.0
-"""Deaths."""
+"""From this sum of weights on, a request may be guilty."""
 ISOLATED_DEATHS: Final = 1.0
 """From this count on, a suspect is admitted only when no other suspect is."""
 EXTERNAL_WEIGHT: Final = 0.25
@@ -130,14 +135,16 @@ class Quarantine:
                 del self._suspects[name]
 
     def _expire(self, now: float) -> None:
-        for name in [name for name, suspect in self._suspects.items() if suspect.until <= now]:
-            del self._suspects[name]
-        while len(self._suspects) > MAX_REMEMBERED:
-            self._suspects.popitem(last=False)
-        for name in [name for name, until in self._guilty.items() if until <= now]:
-            del self._guilty[name]
-        while len(self._guilty) > MAX_REMEMBERED:
-            self._guilty.popitem(last=False)
+        _prune(self._suspects, lambda suspect: suspect.until <= now, MAX_REMEMBERED)
+        _prune(self._guilty, lambda until: until <= now, MAX_REMEMBERED)
+
+
+def _prune(table: OrderedDict[K, V], is_over: Callable[[V], bool], most: int) -> None:
+    """Remove the entries that are over, and then the oldest until at most ``most`` are left."""
+    for key in [key for key, value in table.items() if is_over(value)]:
+        del table[key]
+    while len(table) > most:
+        table.popitem(last=False)
 
 
 def quarantined() -> Internal:
@@ -200,14 +207,9 @@ class Blocklist:
         return record is not None and self._clock() < record.probation_until
 
     def _expire(self, now: float) -> None:
-        for session in [one for one, record in self._sessions.items() if record.probation_until <= now]:
-            del self._sessions[session]
-        for context in [one for one, until in self._contexts.items() if until <= now]:
-            del self._contexts[context]
-        while len(self._sessions) >= MAX_REMEMBERED:
-            self._sessions.popitem(last=False)
-        while len(self._contexts) >= MAX_REMEMBERED:
-            self._contexts.popitem(last=False)
+        """Make room for another session and context."""
+        _prune(self._sessions, lambda record: record.probation_until <= now, MAX_REMEMBERED - 1)
+        _prune(self._contexts, lambda until: until <= now, MAX_REMEMBERED - 1)
 
 
 def session_quarantined(retry_after_s: float) -> Internal:
@@ -228,18 +230,19 @@ WARM_SUSPICION_S: Final = 10.0
 MOST_NAMED: Final = 8
 """Turns that the log names when an engine has died."""
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(slots=True)
 class _Entry:
     generation: OpenGeneration
     command: Submit
-    origin: str
     closed: bool = False
     """The listener is gone; the engine may still be working on it."""
     finished: bool = False
     """Finished; the announced step may still hold it, if that was planned before."""
+
+    @property
+    def origin(self) -> str:
+        return self.command.origin
 
 
 class ProbationGate:
@@ -276,15 +279,14 @@ class ProbationGate:
         self._warmed_at[session] = now
         return True
 
-    def check(self, command: Submit, origin: str) -> None:
-        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED). ``origin``: name shared by all tries of
-        a turn, or ""."""
-        self._quarantine.check(origin)
+    def check(self, command: Submit) -> None:
+        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED)."""
+        self._quarantine.check(command.origin)
         self.blocklist.check(command.session, command.qos.tenant, command.tokens)
 
-    def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
+    def enter(self, generation: OpenGeneration, command: Submit) -> None:
         """Send the command, now or when this generation is next. Raises the errors of ``send``."""
-        entry = _Entry(generation, command, origin)
+        entry, origin = _Entry(generation, command), command.origin
         if origin and self.blocklist.on_probation(command.session):
             self._quarantine.add_suspect(origin)
         alone = self._quarantine.must_run_alone(origin)
@@ -297,7 +299,7 @@ class ProbationGate:
             self._running_suspect = entry
 
     def on_closed(self, generation: OpenGeneration, *, finished: bool) -> None:
-        """``well``: the engine finished it."""
+        """A generation has ended; ``finished``: the engine finished it."""
         self._waiting.pop(generation.request, None)
         entry = self._admitted.get(generation.request)
         if entry is None:
@@ -370,6 +372,6 @@ class ProbationGate:
         while self._waiting and self._running_suspect is None:
             _, entry = self._waiting.popitem(last=False)
             try:
-                self.enter(entry.generation, entry.command, entry.origin)
+                self.enter(entry.generation, entry.command)
             except PensieveError as error:
                 self._fail(entry.generation, error)

@@ -189,6 +189,8 @@ def _makers(registry: CollectorRegistry) -> tuple[partial[Counter], partial[Hist
 
 
 class Metrics:
+    """All metrics of a front end, in a registry of its own. Called on the event loop."""
+
     def __init__(self, *, by_tenant: bool = False) -> None:
         """``by_tenant``: also export usage per tenant, labelled with its name."""
         self.registry = CollectorRegistry()
@@ -315,6 +317,8 @@ STAGES: Final = ("queue", "prefill", "decode", "other")
 
 
 class TurnMetrics:
+    """Counters and times of turns that have ended."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, histogram = _makers(registry)
         self._ended = counter(

@@ -211,6 +211,8 @@ class _CachedNote:
 
 
 class SessionNotes:
+    """Labels and counts of the sessions on the page, read from the store now and then."""
+
     def __init__(self, store: HistoryStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import logging
 import re
 import time
@@ -25,6 +24,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from pensieve.errors import PensieveError, PermissionDenied, Unauthenticated
+from pensieve.hosts import owned_network
 from pensieve.server.keys import (
     ADMIN,
     ALL_SCOPES,
@@ -311,7 +311,7 @@ class LoginThrottle:
 
     def record_failure(self, address: str) -> float:
         """Count a failed login. Return how many seconds to delay its answer."""
-        network = _network(address)
+        network = owned_network(address)
         now = self._monotonic()
         tokens, updated_at = self._buckets.pop(network, (float(FAILURES), now))
         tokens = min(FAILURES, tokens + (now - updated_at) * FAILURES_PER_S) - 1
@@ -330,12 +330,3 @@ class LoginThrottle:
             await asyncio.sleep(seconds)
         finally:
             self._held_back -= 1
-
-
-def _network(address: str) -> str:
-    """Return the address, or its /64 for IPv6, where one host may own the whole network."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else address

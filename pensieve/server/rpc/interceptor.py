@@ -53,6 +53,8 @@ from pensieve.server.rpc.calls import (
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.tracing import incoming_traceparent, trace_id, traceparent_in
 
+log = logging.getLogger(__name__)
+
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
 ADDRESS_RATE_FACTOR: Final = 4
@@ -316,8 +318,6 @@ class _Counter:
             shift += 7
         return value, at
 
-
-log = logging.getLogger(__name__)
 
 HTTP_DOOR_STREAMS: Final = 8192
 _OPERATOR_METHOD: Final = "/pensieve.v1.AdminService/GetStats"

@@ -364,6 +364,8 @@ DRAIN_S = 30.0
 
 
 class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
+    """Handlers of the admin service, for operators: see the module docstring."""
+
     def __init__(self, link: EngineLink, conversations: Conversations, device_cache: str = "auto") -> None:
         """``device_cache``: the option as written."""
         self._device_cache = device_cache

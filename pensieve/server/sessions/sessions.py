@@ -74,6 +74,8 @@ class PreparedChange(NamedTuple):
 
 
 class Sessions:
+    """All operations on sessions except their turns. Used on one event loop."""
+
     def __init__(
         self,
         transcript: Transcript,
@@ -158,29 +160,13 @@ class Sessions:
                 entry = InputEntry(Role.SYSTEM, change.config[name])
                 self._renderer.check_size((entry,), context_limit(self._link.info))
 
-        async def made(base: History) -> PreparedChange:
-            return PreparedChange(
-                await session_records.update(
-                    self._renderer.for_tenant(key.tenant), base, change, self._served
-                )
-            )
-
-        return await self._apply(key, made, "", expected_revision)
+        return await self._update(key, change, expected_revision)
 
     async def set_lifetime(self, key: Key, ttl_s: float) -> None:
         """Change the idle lifetime, whatever the tenant's quota. No effect if the session has this one."""
         if (await self._store.load(key)).config.ttl_s == ttl_s:
             return
-        change = SessionChange(config={"ttl_s": ttl_s})
-
-        async def made(base: History) -> PreparedChange:
-            return PreparedChange(
-                await session_records.update(
-                    self._renderer.for_tenant(key.tenant), base, change, self._served
-                )
-            )
-
-        await self._apply(key, made, "", None)
+        await self._update(key, SessionChange(config={"ttl_s": ttl_s}), None)
 
     async def rewind(
         self,
@@ -205,8 +191,9 @@ class Sessions:
                 await self._quotas.check_change(key.tenant)
             if not erase:
                 return PreparedChange(record)
-            log = [one for one in await self._store.read(key) if one.record.revision <= base.revision]
-            return PreparedChange(*erasing_record(base, record, log))
+            records = await self._store.read(key)
+            logged = [one for one in records if one.record.revision <= base.revision]
+            return PreparedChange(*erasing_record(base, record, logged))
 
         mark = fingerprint("rewind", item, expected_revision, *(("erase",) if erase else ()))
         row = await self._apply(key, change, mark, expected_revision)
@@ -356,6 +343,14 @@ class Sessions:
 
     # ---- parts
 
+    async def _update(self, key: Key, change: SessionChange, expected_revision: int | None) -> SessionRow:
+        renderer = self._renderer.for_tenant(key.tenant)
+
+        async def updated(base: History) -> PreparedChange:
+            return PreparedChange(await session_records.update(renderer, base, change, self._served))
+
+        return await self._apply(key, updated, "", expected_revision)
+
     async def _committed_turn(self, key: Key, request_id: str) -> CommittedTurn:
         revision = await self._store.find_request(key, request_id)
         turn = None if revision is None else await turn_record.load_committed(self._store, key, revision)
@@ -451,15 +446,15 @@ class Sessions:
         mark: str,
         expected_revision: int | None,
     ) -> SessionRow:
-        for attempt in range(_MAX_TRIES):
+        tries = 0
+        while True:
             _, base = await self._transcript.read(key, known_revision=expected_revision)
-            change = await build(base)
+            change, tries = await build(base), tries + 1
             try:
                 return await self._append(key, base, change, mark, expected_revision)
             except RevisionMismatch:
-                if expected_revision is not None or attempt + 1 == _MAX_TRIES:
+                if expected_revision is not None or tries == _MAX_TRIES:
                     raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _append(
         self, key: Key, base: History, change: PreparedChange, mark: str, expected_revision: int | None

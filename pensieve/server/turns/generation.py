@@ -197,18 +197,17 @@ def clip_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, Hin
     next_turn_s = None
     if given.next_turn_s is not None and not contradicted:
         next_turn_s = min(given.next_turn_s, MAX_NEXT_TURN_S)
-    importance = None
-    if given.importance is not None:
-        importance = min(max(given.importance, MIN_IMPORTANCE), MAX_IMPORTANCE)
+    importance = given.importance
+    if importance is not None:
+        importance = min(max(importance, MIN_IMPORTANCE), MAX_IMPORTANCE)
     receipt = HintReceipt(
         next_turn_s=next_turn_s,
         importance=importance,
         finished=given.finished,
         ignored=("next_turn_in",) if contradicted else (),
     )
-    if importance is None:
-        return Hints(next_turn_s=next_turn_s, finished=given.finished), receipt
-    return Hints(next_turn_s=next_turn_s, importance=importance, finished=given.finished), receipt
+    worth = 1.0 if importance is None else importance
+    return Hints(next_turn_s=next_turn_s, importance=worth, finished=given.finished), receipt
 
 
 def _given_names(given: TurnHints) -> tuple[str, ...]:

@@ -105,6 +105,8 @@ class Event(enum.Enum):
 
 
 class RunState(enum.Enum):
+    """See the module docstring."""
+
     BEGINNING = enum.auto()
     FOLLOWING = enum.auto()
     KEEP_PENDING = enum.auto()

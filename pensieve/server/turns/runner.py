@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -55,19 +54,45 @@ from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnFrame, TurnView
 from pensieve.speech import FirstCall
 from pensieve.store import Began, BeginRequest, Counts, Key, Replay
-from pensieve.store.records import History, Record, SessionRow
+from pensieve.store.records import History, Record, SessionConfig, SessionRow
 
-log = logging.getLogger(__name__)
-
-
-MOST_GIVEN: Final = 256
-"""Turns whose tokens are kept for another attempt. Some callers never make one."""
+MOST_LOST: Final = 256
+"""Turns whose lost output is kept for another attempt. Some callers never make one."""
 _TRIED_AGAIN: Final = (Unavailable, ResourceExhausted, TurnFenced)
-"""Errors of an attempt after which callers make another. Not ``Internal``: drafts may be what the engine failed of."""
+"""Errors of an attempt after which callers make another. Not ``Internal``: drafts may have made the engine fail."""
+
+
+class LostOutputs:
+    """Output that was lost with an engine, or not committed. The next attempt at its turn starts from the same seed,
+    and gets the tokens as drafts."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[Key, str], Sequence[int]] = {}
+        """By session and request id; the oldest first."""
+
+    def tokens(self, run: TurnRun) -> Sequence[int]:
+        return self._tokens.get((run.key, run.spec.request_id), ())
+
+    def on_attempt_ended(self, run: TurnRun, outcome: TurnView | PensieveError) -> None:
+        """Keep the tokens of an attempt that another may follow. Forget those of a turn that has ended."""
+        turn = run.key, run.spec.request_id
+        before = self._tokens.pop(turn, ())
+        tokens = run.buffer.outputs[0].tokens if run.buffer.outputs else ()
+        if (before or tokens) and isinstance(outcome, _TRIED_AGAIN) and not run.cancelled_by_caller:
+            # An attempt that came before the next engine was ready has fewer than the one before it, or none.
+            self._tokens[turn] = max(before, tuple(tokens), key=len)
+            if len(self._tokens) > MOST_LOST:
+                del self._tokens[next(iter(self._tokens))]
+
+    def forget(self, key: Key, request_id: str | None = None) -> None:
+        """Forget the tokens of a cancelled turn, which may be between two attempts. None: of all turns of a session,
+        which is deleted."""
+        for turn in [one for one in self._tokens if one[0] == key and request_id in (None, one[1])]:
+            del self._tokens[turn]
 
 
 class TurnRunner:
-    """One runner serves all turns. Of a turn it holds the lease, and between two attempts the tokens so far."""
+    """Does the work of all turns. It holds a turn's lease from its begin to its end."""
 
     def __init__(
         self,
@@ -84,8 +109,7 @@ class TurnRunner:
         self._served = served
         self._settings = settings
         self._checker = checker
-        self._given: dict[tuple[Key, str], Sequence[int]] = {}
-        """Tokens of turns that were lost with their engine, or not committed, until the turn ends; the oldest first."""
+        self.lost = LostOutputs()
         self._leases = LeaseKeeper(self._store, settings.lease_s)
         self._releaser = LeaseReleaser(self._store, settings.lease_s)
 
@@ -161,47 +185,29 @@ class TurnRunner:
         await self._releaser.release(run.key, run.lease_token, cancelled=run.cancelled_by_caller)
 
     async def _generate(self, run: TurnRun, began: Began) -> TurnView:
-        spec, defaults = run.spec, self._settings.defaults
+        spec = run.spec
         base = await self._transcript.history_at(run.key, began.row)
-        config = base.config
-        self._served.check(config)
+        self._served.check(base.config)
+        layers = (spec.sampling, base.config.sampling, self._settings.defaults)
         # A retry keeps the seed of the attempt before it, whether or not the turn or its session sets one.
-        seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
+        seed = sampling.explicit_seed(*layers)
         run.set_base(base, began.seed if seed is None else seed)
-        layers = (spec.sampling, config.sampling, defaults)
         values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
-        # Items that an edit or a regeneration supersedes are cut off only for rendering. The record builds on
-        # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
-        room = ContextRoom(context_limit(self._link.info), config.overflow, values.max_output_tokens)
-        shown_base = base if keep is None else truncated_to(base, keep)
-        stamp = ItemStamp(base.head_item + 1, spec.request_id, now_ms())
-        prepared = await self._renderer.for_tenant(run.key.tenant).prepare(
-            shown_base, spec.input, stamp, room
-        )
-        other = await self._with_turn_frame(run, shown_base)
-        if other is not None:
-            # History gets the items as the session renders them; the model sees this turn's frame before
-            # them.
-            stamp = ItemStamp(other.head_item + 1, spec.request_id, now_ms())
-            shown = await self._renderer.for_tenant(run.key.tenant).prepare(other, spec.input, stamp, room)
-            prepared = replace(prepared, context=shown.context, num_new=shown.num_new)
-            config = other.config
+        prepared, config = await self._render(run, base, keep, values.max_output_tokens)
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
-        shape = answer_shape(
-            spec, config.tools, self._renderer.tokenizer, is_prompted=len(prepared.prompt) > 0
-        )
+        tokenizer, tenant = self._renderer.tokenizer, run.key.tenant
+        shape = answer_shape(spec, config.tools, tokenizer, is_prompted=len(prepared.prompt) > 0)
         if shape is not None:
-            tenant = run.key.tenant
-            values = await with_grammar(values, shape, self._renderer.tokenizer, self._checker, tenant)
+            values = await with_grammar(values, shape, tokenizer, self._checker, tenant)
         if run.ticket is not None:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
             run.ticket.on_rendered(chars, prepared.num_new, prepared.num_fresh, history)
-        speech = replace(self._renderer.tokenizer.speech, tagged=spec.format is not None)
+        speech = replace(tokenizer.speech, tagged=spec.format is not None)
         outputs = [
             OutputText(
-                self._renderer.tokenizer,
+                tokenizer,
                 values.stop,
                 values.min_output_tokens,
                 # Verbatim tokens have no generation prompt after them: the answer is plain text, without
@@ -230,30 +236,35 @@ class TurnRunner:
         await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
+    async def _render(
+        self, run: TurnRun, base: History, keep: int | None, max_output_tokens: int | None
+    ) -> tuple[PreparedTurn, SessionConfig]:
+        """Render the new turn; return it with the configuration that the model sees.
+
+        Items after ``keep``, which an edit or a regeneration supersedes, are cut off only here. The record builds on
+        ``base`` as stored: the old answer stays in history unless the new one is committed.
+        """
+        spec, renderer = run.spec, self._renderer.for_tenant(run.key.tenant)
+        room = ContextRoom(context_limit(self._link.info), base.config.overflow, max_output_tokens)
+        shown = base if keep is None else truncated_to(base, keep)
+        stamp = ItemStamp(base.head_item + 1, spec.request_id, now_ms())
+        prepared = await renderer.prepare(shown, spec.input, stamp, room)
+        framed = await self._with_turn_frame(run, shown)
+        if framed is None:
+            return prepared, base.config
+        # History gets the items as the session renders them; the model sees this turn's frame before them.
+        stamp = ItemStamp(framed.head_item + 1, spec.request_id, now_ms())
+        seen = await renderer.prepare(framed, spec.input, stamp, room)
+        return replace(prepared, context=seen.context, num_new=seen.num_new), framed.config
+
     async def _predicted(self, run: TurnRun) -> Sequence[int]:
-        """Return drafts for the answer: the tokens that an attempt before was given, or the caller's prediction."""
-        given = self._given.get((run.key, run.spec.request_id), ())
+        """Return drafts for the answer: the lost output of an attempt before, or the caller's prediction."""
         if not self._link.info.speculates:
             return ()
-        if not given and run.spec.prediction:
-            given = await self._renderer.for_tenant(run.key.tenant).predicted_tokens(run.spec.prediction)
-        return [token for token in given if token < self._link.info.vocab_size]
-
-    def on_attempt_ended(self, run: TurnRun, outcome: TurnView | PensieveError) -> None:
-        """Keep the tokens of an attempt for the next one, which starts from the same seed, or forget them if the turn
-        has ended. An attempt that came before the next engine was ready has fewer than are known, or none."""
-        name = run.key, run.spec.request_id
-        known, tokens = self._given.pop(name, ()), run.buffer.outputs[0].tokens if run.buffer.outputs else ()
-        if (known or tokens) and isinstance(outcome, _TRIED_AGAIN) and not run.cancelled_by_caller:
-            self._given[name] = max(known, tuple(tokens), key=len)
-            if len(self._given) > MOST_GIVEN:
-                del self._given[next(iter(self._given))]
-
-    def forget_turns(self, key: Key, request_id: str | None = None) -> None:
-        """Forget the tokens of a turn that is cancelled, perhaps between two attempts. None: of all turns of a session,
-        which is deleted."""
-        for name in [one for one in self._given if one[0] == key and request_id in (None, one[1])]:
-            del self._given[name]
+        tokens = self.lost.tokens(run)
+        if not tokens and run.spec.prediction:
+            tokens = await self._renderer.for_tenant(run.key.tenant).predicted_tokens(run.spec.prediction)
+        return [token for token in tokens if token < self._link.info.vocab_size]
 
     async def _with_turn_frame(self, run: TurnRun, base: History) -> History | None:
         """``base`` as it would be with the turn's own system prompt and tools; None if the turn changes neither."""

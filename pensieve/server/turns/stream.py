@@ -16,7 +16,7 @@ from typing import Final
 
 from pensieve.errors import InvalidArgument
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.values import OutputOptions, StreamEvent
+from pensieve.server.values import Delta, OutputOptions, StreamEvent
 
 MIN_INTERVAL_S: Final = 0.0125
 """Shorter intervals would merge little: an engine step takes about as long."""
@@ -90,29 +90,17 @@ async def events(
     sent = _first_tokens(buffer, options)
     yield replace(accepted, replayed=accepted.replayed or options.joined)
     pace, now = pace or StreamPacer(), asyncio.get_running_loop().time
-    seen, next_at, talking, last = 0, 0.0, False, len(sent) - 1
+    seen, talking, last = 0, False, len(sent) - 1
     try:
         while True:
-            candidate = buffer.next_candidate(sent, last)
-            if candidate is not None:
+            delta = await _next_delta(buffer, options, sent, last)
+            if delta is not None:
                 if not talking:
                     talking = True
                     pace.join(len(sent))
-                if options.output.max_chunk_delay_s > 0 and candidate <= last:
-                    # Once per round of the candidates, or their delays would add up.
-                    await _gather(buffer, sent, options)
-                    if (candidate := buffer.next_candidate(sent, last)) is None:
-                        continue  # truncated meanwhile
-                delta = buffer.delta(
-                    candidate,
-                    sent[candidate],
-                    options.output.max_chunk_tokens,
-                    scores=options.output.top_logprobs is not None,
-                )
-                sent[candidate] += len(delta.tokens)
-                last = candidate
-                if buffer.next_candidate(sent, last) is None:  # else the next delta follows at once
-                    next_at = pace.next_at(now())
+                last = delta.candidate
+                more = buffer.next_candidate(sent, last) is not None
+                next_at = 0.0 if more else pace.next_at(now())
                 yield delta
                 if next_at > now():
                     # Sleep until then, whatever tokens arrive: a wake-up by the first of them, and a second
@@ -129,6 +117,22 @@ async def events(
     finally:
         if talking:
             pace.leave(len(sent))
+
+
+async def _next_delta(buffer: TurnBuffer, options: StreamOptions, sent: list[int], last: int) -> Delta | None:
+    """Return the next delta, of a candidate after ``last`` if there is one, and count its tokens in ``sent``. None:
+    nothing is ready."""
+    candidate = buffer.next_candidate(sent, last)
+    if candidate is not None and candidate <= last and options.output.max_chunk_delay_s > 0:
+        # Once per round of the candidates, or their delays would add up.
+        await _gather(buffer, sent, options)
+        candidate = buffer.next_candidate(sent, last)  # None: the output was truncated meanwhile
+    if candidate is None:
+        return None
+    scores = options.output.top_logprobs is not None
+    delta = buffer.delta(candidate, sent[candidate], options.output.max_chunk_tokens, scores=scores)
+    sent[candidate] += len(delta.tokens)
+    return delta
 
 
 def _first_tokens(buffer: TurnBuffer, options: StreamOptions) -> list[int]:

@@ -21,6 +21,8 @@ from pensieve.tokenizer import ChatTokenizer, StopMatcher
 
 
 class OutputText:
+    """One candidate's output as it grows: its tokens, their text, and how much of it may be shown."""
+
     def __init__(
         self,
         tokenizer: ChatTokenizer,
@@ -43,7 +45,7 @@ class OutputText:
         self._thought = ThoughtEnd(tokenizer.speech) if stops and thinks else None
         """Looks for the end of the thought; None when it was found, or is not needed."""
         self._unmatched = ""
-        """Text of which it is undecided whether it begins a thought."""
+        """Text that may still turn out to begin a thought."""
         self._min_tokens = min_tokens
         self._opening_chars = len(opening)
         """Characters of the opening that are still to come."""

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pensieve.core import TenantQos
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
 from pensieve.logs import bind
-from pensieve.server.admission import AdmissionGate
+from pensieve.server.admission import AdmissionGate, AdmissionTicket
 from pensieve.server.failures import draining, report_bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
@@ -191,7 +191,7 @@ class Turns:
         Late requests of stream ``stream_id`` will not begin the turn, unless it is in history. With ``keep``,
         cancelling an unknown turn (NotFound) has no effect.
         """
-        self._runner.forget_turns(key, request_id)
+        self._runner.lost.forget(key, request_id)
         if not keep:
             self._cancelled_streams.add(key, request_id, stream_id)  # before the first await
         view = await self._end(key, request_id, keep, keep_tokens)
@@ -208,7 +208,7 @@ class Turns:
             run.end_early(Order(error=error))
         for run in runs:
             await run.buffer.wait_for_end()
-        self._runner.forget_turns(key)
+        self._runner.lost.forget(key)
 
     async def drain(self, deadline_s: float) -> int:
         """Refuse new turns, wait for the running ones, discard the rest; return how many. Attach and replay go on."""
@@ -264,7 +264,8 @@ class Turns:
     async def _find_or_start(
         self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None, stream_id: str
     ) -> tuple[TurnRun | Playback, bool]:
-        """The registered run of this turn and True, or a new run and False.
+        """Return the registered run of this turn and True, or a new run and False; with ``attach_only``, a playback
+        of one that is not registered and True.
 
         There is no await between the last look into the registry and the registration: two calls with one
         request id cannot both start it. A turn in history is replayed however busy the server is, so a
@@ -276,34 +277,40 @@ class Turns:
             await run.buffer.wait_for_end()
             if run.cancelled_by_caller:
                 raise turn_cancelled()
-        refusal = None
-        if run is None and not attach_only:
-            refusal = draining() if self._draining else self._gate.refusal(key.tenant, spec, deadline_s)
-        if run is None and (attach_only or refusal is not None):
+        if run is None and attach_only:
             revision = await self._store.find_request(key, spec.request_id)
             run = self._runs.get(turn)  # another call may have started it during the look-up
-            if run is None and attach_only:
+            if run is None:
                 return await self._play_back(key, spec.request_id, revision), True
-            if run is None and revision is None and refusal is not None:
+        refusal = None
+        if run is None:
+            refusal = draining() if self._draining else self._gate.refusal(key.tenant, spec, deadline_s)
+        if refusal is not None:
+            revision = await self._store.find_request(key, spec.request_id)
+            run = self._runs.get(turn)
+            if run is None and revision is None:
                 self._on_turn_refused(key.tenant, refusal.reason)
                 raise refusal
         if self._cancelled_streams.has(*turn, stream_id):
             raise turn_cancelled()
-        fingerprint = spec.fingerprint()
         if run is None:
             ticket = self._gate.admit(key.tenant, spec) if refusal is None else None
-            run = self._runs[turn] = TurnRun(key, spec, fingerprint, ticket)
-            if self._gate.max_wait_s > 0:
-                self._schedule_wait_check(run, self._gate.max_wait_s)
-            task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            return run, False
-        if not attach_only and run.fingerprint != fingerprint:
+            return self._start(key, spec, ticket), False
+        if not attach_only and run.fingerprint != spec.fingerprint():
             raise AlreadyExists(
                 "this request id was used for another turn", metadata={"request_id": spec.request_id}
             )
         return run, True
+
+    def _start(self, key: Key, spec: NewTurn, ticket: AdmissionTicket | None) -> TurnRun:
+        """Register and start a run. ``ticket``: None for a turn that is in history."""
+        run = self._runs[key, spec.request_id] = TurnRun(key, spec, spec.fingerprint(), ticket)
+        if self._gate.max_wait_s > 0:
+            self._schedule_wait_check(run, self._gate.max_wait_s)
+        task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return run
 
     async def _play_back(self, key: Key, request_id: str, revision: int | None) -> Playback:
         """``revision``: of the turn in history; None if it was not there. Raises NotFound (TURN_NOT_FOUND)."""
@@ -353,7 +360,7 @@ class Turns:
         timer = self._wait_timers.pop(run, None)
         if timer is not None:
             timer.cancel()
-        self._runner.on_attempt_ended(run, outcome)
+        self._runner.lost.on_attempt_ended(run, outcome)
         self._run_ended.set()
         end = run.summary(outcome)
         had_lease = run.state.had_lease

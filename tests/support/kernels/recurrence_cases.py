@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels.recurrence import NO_PAGE, Chains, Recurrence, make_chains, page_bytes, page_parts
+from pensieve.kernels.recurrence import (
+    BOUNDARY,
+    BOUNDARY_ROWS,
+    FIRST,
+    LIVE,
+    NO_PAGE,
+    READ,
+    ROWS,
+    Chains,
+    Recurrence,
+)
 
 Kind = Literal["ssd", "gated_delta"]
 KINDS: tuple[Kind, ...] = ("ssd", "gated_delta")
+PART_ALIGNMENT = 16
+"""Bytes; each part of a page begins at a multiple."""
 
 
 @dataclass(frozen=True)
@@ -182,3 +196,55 @@ def token_by_token(case: Case, start: State, first: int, rows: int) -> tuple[tor
         outs.append(out)
         states.append(State(window[:, 1:], state))
     return torch.stack(outs) if outs else torch.zeros((0, heads, value), dtype=torch.float64), states
+
+
+def make_chains(rows: Sequence[Sequence[int]] | Chains, tokens: int, pages: int) -> Chains:
+    """Return chains [n, 6] for steps of ``tokens`` tokens and tiers of ``pages`` state pages. Raises ValueError when a
+    chain leaves the step, two overlap, a page does not exist, one is written twice, or a last state is lost."""
+    chains = np.asarray(rows, dtype=np.int64).reshape(-1, 6)
+    used = chains[chains[:, ROWS] != 0]
+    if not len(chains):
+        return chains
+    order = used[np.argsort(used[:, FIRST], kind="stable")]
+    ends = order[:, FIRST] + order[:, ROWS]
+    if (chains[:, ROWS] < 0).any() or (len(used) and (order[0, FIRST] < 0 or ends[-1] > tokens)):
+        raise ValueError(f"a chain lies outside the step's {tokens} rows")
+    if (order[1:, FIRST] < ends[:-1]).any():
+        raise ValueError("two chains overlap")
+    named = chains[:, [READ, BOUNDARY, LIVE]]
+    if named.min() < NO_PAGE or named.max() >= pages:
+        raise ValueError(f"a chain names a state page outside 0..{pages - 1}")
+    written = named[:, 1:][named[:, 1:] != NO_PAGE]
+    if len(np.unique(written)) < len(written):
+        raise ValueError("two chains write one state page, or a chain writes one twice")
+    at = chains[chains[:, BOUNDARY] != NO_PAGE]
+    if ((at[:, BOUNDARY_ROWS] < 1) | (at[:, BOUNDARY_ROWS] > at[:, ROWS])).any():
+        raise ValueError("a chain's boundary lies outside the chain")
+    ends_at_boundary = (used[:, BOUNDARY] != NO_PAGE) & (used[:, BOUNDARY_ROWS] == used[:, ROWS])
+    if ((used[:, LIVE] == NO_PAGE) & ~ends_at_boundary).any():
+        raise ValueError("a chain's last state goes to no page")
+    return chains
+
+
+def inputs_bytes(channels: int, conv_width: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a page before its state: the inputs of the convolution, padded to ``PART_ALIGNMENT``."""
+    size = channels * (conv_width - 1) * dtype.itemsize
+    return -(-size // PART_ALIGNMENT) * PART_ALIGNMENT
+
+
+def page_bytes(channels: int, conv_width: int, state_shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Return the bytes of one layer's state page, a multiple of ``PART_ALIGNMENT``."""
+    state = int(np.prod(state_shape)) * torch.float32.itemsize
+    return inputs_bytes(channels, conv_width, dtype) + -(-state // PART_ALIGNMENT) * PART_ALIGNMENT
+
+
+def page_parts(
+    pages: torch.Tensor, channels: int, conv_width: int, state_shape: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of both parts of ``pages`` (uint8 [P, page_bytes], any page stride that is a multiple of
+    ``PART_ALIGNMENT``): inputs ``dtype`` [P, C, W - 1] and states float32 [P, H, K, V]."""
+    first, count = channels * (conv_width - 1) * dtype.itemsize, len(pages)
+    inputs = pages[:, :first].view(dtype).view(count, channels, conv_width - 1)
+    start = inputs_bytes(channels, conv_width, dtype)
+    state = pages[:, start : start + int(np.prod(state_shape)) * torch.float32.itemsize]
+    return inputs, state.view(torch.float32).view(count, *state_shape)

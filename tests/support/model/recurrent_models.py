@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
-from pensieve.kernels.recurrence import NO_PAGE, Recurrence, make_chains
+from pensieve.kernels.recurrence import NO_PAGE, Recurrence
 from pensieve.kernels.recurrent import recurrent
 from pensieve.kernels.spans import make_spans
 from pensieve.model.arch import Arch
 from pensieve.model.transformer import Transformer
+from support.kernels.recurrence_cases import make_chains
 from support.model.newest_models import as_newest
 from support.model.torch_only import MODELS
 
