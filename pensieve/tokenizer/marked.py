@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final, NoReturn
@@ -18,6 +19,7 @@ from pensieve.core import Role
 from pensieve.tokenizer.tools import NO_TOOLS, Tools, id_marker
 
 _CHECKED_PIECES: Final = 64
+_SECRET: Final = secrets.token_hex(8)
 ROLE_NAMES: Final = {
     Role.SYSTEM: "system",
     Role.USER: "user",
@@ -158,8 +160,8 @@ class MarkedTemplate:
 
 
 def marker(index: int) -> str:
-    """Stands for the content of message ``index``."""
-    return f"zqSlot{index}qz"
+    """Stands for the content of message ``index``. Another one in each process: no message holds it."""
+    return f"zq{_SECRET}Slot{index}qz"
 
 
 def markers(count: int) -> list[str]:

@@ -180,6 +180,17 @@ def test_control_strings_in_text_are_only_text(chat: ChatTokenizer) -> None:
                 assert text.strip() in chat.decode(whole[1])
 
 
+def test_a_message_may_say_what_stands_for_a_message(chat: ChatTokenizer) -> None:
+    said = " ".join(f"zqSlot{number}qz" for number in range(4))
+    first, answer = (TextMessage(role, "hello") for role in (U, A))
+    (whole,) = chat.render((), (TextMessage(U, said),), generation_prompt=False).item_tokens
+    assert said in chat.decode(whole)
+    seen = [chat.seen(one.role, ids) for one, ids in zip((first, answer), chat.render(
+        (), (first, answer), generation_prompt=False, followed_by=(U,)).item_tokens, strict=True)]  # fmt: skip
+    later = chat.render(seen, (TextMessage(U, said),), generation_prompt=False).item_tokens[0]
+    assert said in chat.decode(later)
+
+
 def test_added_words_follow_the_tokenizer(tmp_path: Path) -> None:
     """Special or not: what is no control token means in a message what it means to the tokenizer."""
     backend = Tokenizer.from_str(tiny.byte_level())
