@@ -155,7 +155,7 @@ class ChatTokenizer:
                 arrays.append(tokens)
             else:
                 is_last = len(arrays) + len(group) == len(new)
-                arrays += delta.messages(group, followed_by if is_last else (), self.seen)
+                arrays += delta.messages(group, followed_by if is_last else (), self._rendered)
         prompt = delta.generation_prompt() if generation_prompt else []
         return Rendered(tuple(arrays), np.asarray(prompt, dtype=np.int32))
 
@@ -181,7 +181,11 @@ class ChatTokenizer:
             self.is_closed(tokens),
             is_whole,
             self._closed_chars(list(map(int, tokens)), text) if is_result else None,
+            text if role in (Role.SYSTEM, Role.USER) and not verbatim else "",
         )
+
+    def _rendered(self, message: TextMessage, tokens: Sequence[int]) -> HistoryItem:
+        return self.seen(message.role, tokens, text=message.text)
 
     def _closed_chars(self, tokens: list[int], text: str) -> int | None:
         """``HistoryItem.closed_chars`` of a result. Its last token begins in its content."""

@@ -43,6 +43,9 @@ class HistoryItem:
     closed_chars: int | None = None
     """Characters of the closing in the tokens of a result that another one followed in the same block. None: it is
     closed, or no result."""
+    text: str = ""
+    """What a client's message says: templates look for words in it. "": any text, or an answer, a result, or tokens
+    that came unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ class DeltaRenderer:
         self,
         group: Sequence[TextMessage],
         followed_by: Roles,
-        seen: Callable[[Role, Sequence[int]], HistoryItem],
+        seen: Callable[[TextMessage, Sequence[int]], HistoryItem],
     ) -> list[TokenArray]:
         """Token ids of each message of a group, int32. ``followed_by``: roles of messages rendered later."""
         before = self.before
@@ -176,7 +179,7 @@ class DeltaRenderer:
         # A token belongs to the item in which it begins.
         cuts = np.searchsorted(np.asarray(made.starts, dtype=np.int64), np.asarray(ends[:-1]), side="left")
         parts = np.split(np.asarray(made.ids, dtype=np.int32), cuts)
-        self._items += [seen(one.role, part[-8:].tolist()) for one, part in zip(group, parts, strict=True)]
+        self._items += [seen(one, part[-8:].tolist()) for one, part in zip(group, parts, strict=True)]
         self._prune()
         return parts
 
@@ -185,7 +188,10 @@ class DeltaRenderer:
         if not self._items or self._items[-1].verbatim:
             return []
         last = self._items[-1]
-        prompt = self._template.generation_prompt(_roles(self._items), self._inputs.tools)
+        texts = [item.text for item in self._items]
+        prompt = self._template.generation_prompt(
+            _roles(self._items), self._inputs.tools, texts, self._inputs.when
+        )
         if last.closed_chars is not None:
             prompt = self._template.closings[Role.TOOL][last.closed_chars :] + prompt
         if last.role is Role.ASSISTANT and not last.complete:
@@ -226,7 +232,9 @@ class _GroupRenderer:
         self._items = items
         texts = [text for one in group for text in _strings(one)]
         self._mark_char = next(
-            sign for sign in map(chr, _MARK_CHARS) if not any(sign in text for text in texts)
+            sign
+            for sign in map(chr, _MARK_CHARS)
+            if not any(sign in text for text in (*texts, *(item.text for item in items)))
         )
         self._mark_pattern = re.compile(f"{self._mark_char}([0-9]*){self._mark_char}")
         self._has_control = any(map(encoder.has_control, texts))
@@ -291,7 +299,11 @@ class _GroupRenderer:
     def _say(self, roles: Roles, is_marked: Callable[[str], bool] | None) -> str:
         count, end = len(self._items), len(self._items) + len(self._group)
         contents = [marker(n) for n in range(len(roles))]
-        messages = self._template.marked(roles[: count + 1], contents[: count + 1])[:count]
+        # What earlier messages say, too: templates look for words in them. A marker shows where the last one ends.
+        known = [item.text or contents[n] for n, item in enumerate(self._items)]
+        if known:
+            known[-1] = self._items[-1].text + contents[count - 1]
+        messages = self._template.marked(roles[: count + 1], [*known, contents[count]])[:count]
         for number, message in enumerate(self._group):
             messages.append(self._message(number, message, is_marked))
         messages += self._template.marked(roles[end:], contents[end:])
@@ -432,7 +444,8 @@ class _GroupRenderer:
         """Where the closing after a content that ends at ``start`` ends; ``start`` if there is none. After
         the first system prompt of a conversation, it may include the tools."""
         if role is Role.SYSTEM and is_first:
-            closing = self._template.system_closing(self._inputs.tools, self._inputs.when)
+            prompt = self._items[0].text if self._items else ""
+            closing = self._template.system_closing(prompt, self._inputs.tools, self._inputs.when)
             return start + len(closing) if text.startswith(closing, start) else start
         closed = self._template.closing_end(role, text, start)
         return closed if closed is not None else start

@@ -168,9 +168,25 @@ class ChatTemplate:
     def refusal_error(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
         return self._refusal_error(roles, refusal)
 
-    def generation_prompt(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
-        """The text that introduces the assistant's answer after these messages; may be empty."""
-        return self._remembered_prompt(roles, PROBE if tools else NO_TOOLS)
+    def generation_prompt(
+        self, roles: Roles, tools: Tools = NO_TOOLS, texts: Sequence[str] = (), when: dt.datetime = ANY_TIME
+    ) -> str:
+        """The text that introduces the assistant's answer after these messages; may be empty. ``texts``: what they
+        say, as far as known: SmolLM3 thinks or not by a word of its system prompt."""
+        shown = PROBE if tools else NO_TOOLS
+        prompt = self._remembered_prompt(roles, shown)
+        if not any(texts):
+            return prompt
+        messages = self._marked.messages(roles, [one or marker(n) for n, one in enumerate(texts)])
+        try:
+            text, prompted = (
+                self._marked.say(messages, tools=shown, when=when, prompt=one) for one in (False, True)
+            )
+        except TemplateRefused:
+            return prompt
+        # How an answer is parsed is settled for all of them: none begins in a thought unless all do.
+        same = prompted.startswith(text) and _opens_thought(prompted[len(text) :]) is _opens_thought(prompt)
+        return prompted[len(text) :] if same else prompt
 
     def window(self, roles: Sequence[Role]) -> list[int]:
         """Indexes of the messages on which text after the last one can depend: the system prompt and the last
@@ -204,11 +220,11 @@ class ChatTemplate:
         match = self._closing_patterns[role].match(text, start)
         return None if match is None else match.end()
 
-    def system_closing(self, tools: Tools, when: dt.datetime) -> str:
+    def system_closing(self, prompt: str, tools: Tools, when: dt.datetime) -> str:
         """The text after a lone system prompt, including tools; "" where a conversation cannot end so."""
         try:
             text = self._marked.say(
-                self._marked.messages((Role.SYSTEM,), [marker(0)]), tools=tools, when=when
+                self._marked.messages((Role.SYSTEM,), [prompt + marker(0)]), tools=tools, when=when
             )
             return text[find_marker(text, 0)[1] :]
         except TemplateRefused:
@@ -365,8 +381,7 @@ class ChatTemplate:
     def _probe_thinking(self) -> str:
         if "<think>" not in self.source:
             return ""
-        _, opened, behind = self.generation_prompt((Role.USER,)).rpartition("<think>")
-        return "open" if opened and "</think>" not in behind else "tags"
+        return "open" if _opens_thought(self.generation_prompt((Role.USER,))) else "tags"
 
     def _probe_closings(self) -> dict[Role, str]:
         user, assistant = Role.USER, Role.ASSISTANT
@@ -426,6 +441,11 @@ class ChatTemplate:
             if whole != part:
                 return True
         return False
+
+
+def _opens_thought(prompt: str) -> bool:
+    _, opened, behind = prompt.rpartition("<think>")
+    return bool(opened) and "</think>" not in behind
 
 
 def _with_any_ids(closing: str) -> re.Pattern[str]:

@@ -191,6 +191,30 @@ def test_a_message_may_say_what_stands_for_a_message(chat: ChatTokenizer) -> Non
     assert said in chat.decode(later)
 
 
+@pytest.mark.parametrize("word_in", [0, 1])
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_a_word_in_a_message_counts_for_what_follows(tmp_path: Path, word_in: int, together: int) -> None:
+    folder = tiny.write_folder(tmp_path / "modes", tiny.byte_level(), tiny.MODES, bos=None, eos="<|im_end|>")
+    chat, oracle = ChatTokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))
+    said = [(S, "be brief"), (U, "hello"), (A, "the fox"), (U, "again")]
+    said[word_in] = said[word_in][0], said[word_in][1] + " /no_think"
+    texts = [TextMessage(*one) for one in said]
+    history: list[HistoryItem] = []
+    ids: list[int] = []
+    for at in range(0, len(texts), together):
+        part, after = texts[at : at + together], tuple(one.role for one in texts[at + together :])
+        made = chat.render(history, part, generation_prompt=not after, followed_by=after)
+        history += [
+            chat.seen(one.role, tokens, text=one.text)
+            for one, tokens in zip(part, made.item_tokens, strict=True)
+        ]
+        ids += [token for tokens in (*made.item_tokens, made.generation_prompt) for token in tokens.tolist()]
+    whole = oracle.apply_chat_template(messages(*said), add_generation_prompt=True, tokenize=False)
+    if word_in < together:  # a system prompt that is there already stays as it is
+        assert oracle.decode(ids) == whole
+    assert oracle.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n")
+
+
 def test_added_words_follow_the_tokenizer(tmp_path: Path) -> None:
     """Special or not: what is no control token means in a message what it means to the tokenizer."""
     backend = Tokenizer.from_str(tiny.byte_level())
