@@ -237,7 +237,11 @@ class _GroupRenderer:
             if not any(sign in text for text in (*texts, *(item.text for item in items)))
         )
         self._mark_pattern = re.compile(f"{self._mark_char}([0-9]*){self._mark_char}")
-        self._has_control = any(map(encoder.has_control, texts))
+        self._spells_control = any(map(encoder.has_control, texts))
+        self._has_control = self._spells_control or (
+            template.takes_out and any(encoder.has_control(text, beginnings=True) for text in texts)
+        )
+        """Whether the template may write a control token out of contents."""
         self._rests: dict[int, str] = {}
         """The part of a message's content after its mark."""
 
@@ -293,8 +297,11 @@ class _GroupRenderer:
                 return text, marks, shields
         if not self._has_control:
             return plain, {}, []
+        broken, count = self._say(roles, _is_plain_text), self._encoder.count_control
+        if not self._spells_control and count(broken) == count(plain):
+            return plain, {}, []
         # The template reacts to control tokens in contents. Give it contents with those broken up.
-        return self._remove_marks(self._say(roles, _is_plain_text))
+        return self._remove_marks(broken)
 
     def _say(self, roles: Roles, is_marked: Callable[[str], bool] | None) -> str:
         count, end = len(self._items), len(self._items) + len(self._group)
@@ -344,7 +351,7 @@ class _GroupRenderer:
         """``text`` with its message's mark at the least disturbing place, and its control tokens broken up."""
         end = _mark_place(text)
         if self._has_control:
-            end = min([end, *(a for a, b in self._encoder.control_spans(text) if a < end < b)])
+            end = min([end, *(a for a, b in self._control_spans(text) if a < end < b)])
         self._rests[number] = text[end:]
         return (
             f"{self._broken(text[:end])}{self._mark_char}{number}{self._mark_char}{self._broken(text[end:])}"
@@ -355,10 +362,13 @@ class _GroupRenderer:
         if not self._has_control:
             return text
         parts, at = [], 0
-        for start, _ in self._encoder.control_spans(text):
+        for start, _ in self._control_spans(text):
             parts += [text[at : start + 1], self._mark_char * 2]
             at = start + 1
         return "".join([*parts, text[at:]])
+
+    def _control_spans(self, text: str) -> list[tuple[int, int]]:
+        return self._encoder.control_spans(text, beginnings=self._template.takes_out)
 
     def _remove_marks(self, marked: str) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         parts: list[str] = []

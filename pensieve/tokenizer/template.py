@@ -66,6 +66,7 @@ _TAGS: Final = ("think", "thinking", "thought", "reasoning", "seed:think")
 _THOUGHT: Final = re.compile(
     rf"<({'|'.join(_TAGS)})>.*?</\1>\s*|\[THINK\].*?\[/THINK\]\s*", re.DOTALL | re.IGNORECASE
 )
+_TAKES_OUT: Final = re.compile(r"\b(?:replace|join|striptags)\b")
 _MAX_WHOLE: Final = 8
 """Conversations up to this many messages are rendered whole."""
 _MAX_TURN_MESSAGES: Final = 48
@@ -106,6 +107,9 @@ class ChatTemplate:
         """The same for conversations with tool results."""
         self._drops_thoughts = False
         self.needs_calls = self._marked.needs_calls
+        self.takes_out = _TAKES_OUT.search(source) is not None
+        """Whether it may take something out of a message (SmolLM3: ``/no_think``), so that what stood around it becomes
+        one word: a control token, perhaps."""
         self.tools_problem = "" if "tools" in source else "it has no place for them"
         """Why conversations with tools cannot be rendered; empty when they can."""
         self.writes_date = self._probe_date()
