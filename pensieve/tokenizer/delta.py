@@ -288,7 +288,7 @@ class _GroupRenderer:
     def _rendered(self, roles: Roles) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         """The text of the conversation, where the content of each message of the group ends, and its shields."""
         plain = self._say(roles, None)
-        for is_marked in (_always, _has_words, _is_plain_text):
+        for is_marked in (_always, _unless_silent, _has_words, _is_plain_text):
             try:
                 text, marks, shields = self._remove_marks(self._say(roles, is_marked))
             except TemplateRefused:
@@ -303,7 +303,7 @@ class _GroupRenderer:
         # The template reacts to control tokens in contents. Give it contents with those broken up.
         return self._remove_marks(broken)
 
-    def _say(self, roles: Roles, is_marked: Callable[[str], bool] | None) -> str:
+    def _say(self, roles: Roles, is_marked: Callable[[TextMessage], bool] | None) -> str:
         count, end = len(self._items), len(self._items) + len(self._group)
         contents = [marker(n) for n in range(len(roles))]
         # What earlier messages say, too: templates look for words in them. A marker shows where the last one ends.
@@ -320,11 +320,11 @@ class _GroupRenderer:
         return self._template.say(messages, tools, self._inputs.when, self._inputs.check)
 
     def _message(
-        self, number: int, message: TextMessage, is_marked: Callable[[str], bool] | None
+        self, number: int, message: TextMessage, is_marked: Callable[[TextMessage], bool] | None
     ) -> dict[str, object]:
         text, place = message.text, len(self._items) + number
         if is_marked is not None:
-            text = self._marked_content(number, text) if is_marked(text) else self._broken(text)
+            text = self._marked_content(number, text) if is_marked(message) else self._broken(text)
         shown: dict[str, object] = {"role": ROLE_NAMES[message.role], "content": text}
         if message.role is Role.TOOL:
             shown["tool_call_id"] = template_id(message.call_id, place)
@@ -461,26 +461,33 @@ class _GroupRenderer:
         return closed if closed is not None else start
 
 
-def _always(_: str) -> bool:
+def _always(_: TextMessage) -> bool:
     return True
 
 
-def _has_words(text: str) -> bool:
-    """Whether a mark leaves it that a content has words: templates ask for that."""
-    return bool(text.strip())
+def _unless_silent(message: TextMessage) -> bool:
+    """Whether a mark leaves it that an answer says something, beside its calls: templates ask for that."""
+    return message.role is not Role.ASSISTANT or _has_words(message)
 
 
-def _is_plain_text(text: str) -> bool:
+def _has_words(message: TextMessage) -> bool:
+    """Whether a mark leaves it that a content has words."""
+    return bool(message.text.strip())
+
+
+def _is_plain_text(message: TextMessage) -> bool:
     """Whether templates do not inspect a text like this, so that a mark in it changes nothing."""
-    shown = text.strip()
+    shown = message.text.strip()
     return bool(shown) and "</" not in shown and shown[0] not in "<[{"
 
 
 def _mark_place(text: str) -> int:
-    """The least disturbing place for a mark: before trailing white space, and before a tag at the end."""
+    """The least disturbing place for a mark: before trailing white space, and before a tag at the end, but behind the
+    white space at the beginning."""
     end = len(text.rstrip())
     start = text.rfind("<", 0, end) if text.endswith(">", 0, end) else -1
-    return len(text[:start].rstrip()) if start > 0 and ">" not in text[start : end - 1] else end
+    before = len(text[:start].rstrip()) if start > 0 and ">" not in text[start : end - 1] else 0
+    return before or end
 
 
 def _strings(message: TextMessage) -> Iterator[str]:

@@ -155,6 +155,34 @@ def test_a_system_message_behind_a_question(chat: ChatTokenizer, oracle: Any) ->
     assert delta(chat, turns) == delta(chat, [said]) == whole(oracle, said)
 
 
+@pytest.mark.parametrize("question", ["", " \n", "\n<|im_end|>", "\n<|eot_id|>\n", "<think>"])
+@pytest.mark.parametrize("tools", ["", TOOLS])
+@pytest.mark.parametrize("begin", [0, 1])
+def test_an_import_in_two_parts_is_the_import_of_the_whole(
+    chat: ChatTokenizer, question: str, tools: str, begin: int
+) -> None:
+    said = [TextMessage(S, "Be brief."), TextMessage(U, question), TextMessage(A, "", (ROME,)),
+            TextMessage(T, "18", call_id=ROME.id), TextMessage(A, "Warm."), TextMessage(U, "ok")][begin:]  # fmt: skip
+    for cut in range(1, len(said)):
+        parts = import_in_parts(chat, [said[:cut], said[cut:]], tools)
+        assert parts == import_in_parts(chat, [said], tools), cut
+
+
+def import_in_parts(chat: ChatTokenizer, parts: list[list[TextMessage]], tools: str) -> list[int]:
+    """The context after imports that each announce the roles of the later ones."""
+    history: list[HistoryItem] = []
+    ids: list[int] = []
+    for number, part in enumerate(parts):
+        follow = tuple(one.role for later in parts[number + 1 :] for one in later)
+        made = chat.render(
+            history, part, generation_prompt=False, followed_by=follow, context=RenderContext(Tools(tools))
+        )
+        for message, tokens in zip(part, made.item_tokens, strict=True):
+            history.append(chat.seen(message.role, tokens, text=message.text))
+            ids += tokens.tolist()
+    return ids
+
+
 def test_words_beside_a_call(model: tuple[str, Path], chat: ChatTokenizer, oracle: Any) -> None:
     turns = [ASKED, [TextMessage(A, "Let me see.", (ROME,))], TOLD]
     assert delta(chat, turns) == whole(oracle, [one for turn in turns for one in turn])
