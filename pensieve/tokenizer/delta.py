@@ -389,13 +389,17 @@ class _GroupRenderer:
             end = self._encoder.control_end(text, start)
             if end is not None and (not shields or start >= shields[-1][1]):
                 shields.append((start, end))
-        # Extend from the mark to the end of the content, as far as the template has kept it.
+        # Extend from the mark to the end of the content, as far as the template has kept it: a space there may also
+        # be the first character of a closing.
         for number, place in marks.items():
-            rest = self._rests[number]
-            for kept in (rest, json.dumps(rest, ensure_ascii=False)[1:-1], rest.rstrip()):
-                if text.startswith(kept, place):
-                    marks[number] = place + len(kept)
-                    break
+            rest, role = self._rests[number], self._group[number].role
+            ends = [
+                place + len(kept)
+                for kept in (rest, json.dumps(rest, ensure_ascii=False)[1:-1], rest.rstrip())
+                if text.startswith(kept, place)
+            ]
+            closed = (end for end in ends if self._template.closing_end(role, text, end) is not None)
+            marks[number] = next(closed, ends[0] if ends else place)
         return text, marks, shields
 
     # ---- boundaries in the text

@@ -207,6 +207,16 @@ def test_a_message_may_say_what_stands_for_a_message(chat: ChatTokenizer) -> Non
     assert said in chat.decode(later)
 
 
+@pytest.mark.parametrize("question", ["hello ", " \n", "hello  \n", "hello"])
+def test_an_import_that_ends_in_a_question_closes_it(chat: ChatTokenizer, question: str) -> None:
+    said = [TextMessage(U, question), TextMessage(A, "the fox"), TextMessage(U, "again")]
+    whole = chat.render((), said, generation_prompt=False).item_tokens
+    first = chat.render((), said[:1], generation_prompt=False, followed_by=(A, U)).item_tokens[0]
+    history = [chat.seen(U, first, text=question)]
+    rest = chat.render(history, said[1:], generation_prompt=False).item_tokens
+    assert np.concatenate([first, *rest]).tolist() == np.concatenate(whole).tolist()
+
+
 @pytest.mark.parametrize("word_in", [0, 1])
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_a_word_in_a_message_counts_for_what_follows(tmp_path: Path, word_in: int, together: int) -> None:
