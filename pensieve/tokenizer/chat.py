@@ -78,6 +78,8 @@ class ChatTokenizer:
         end = EosTexts(eos_texts).after(closing, 0, len(closing))
         behind = self._encoder.encode(closing[end:], Preceding.CONTROL).ids if end is not None else []
         self._ends = EosTexts(eos_texts, tuple(behind))
+        self._closes_last = end is not None
+        """Whether the template closes an answer that nothing follows."""
         rest = template.closings[Role.TOOL][len(template.shared_closing) :]
         # Only a control token, which no content has, tells whether a result was closed.
         tells = self._encoder.control_end(rest, 0) is not None
@@ -171,6 +173,7 @@ class ChatTokenizer:
         is_whole = (
             role is Role.ASSISTANT
             and not verbatim
+            and self._closes_last
             and tuple(map(int, tokens[len(tokens) - behind :])) == self._ends.behind
             and self.is_closed(tokens[: len(tokens) - behind])
         )

@@ -140,6 +140,11 @@ def test_template_that_closes_only_when_something_follows(tmp_path: Path) -> Non
     closed = chat.render([HistoryItem(U), HistoryItem(A, ends_with_eos=True)], new, generation_prompt=False)
     assert cut[0] == eos
     assert eos not in closed.item_tokens[0]
+    seen = chat.seen(A, [*(chat.encode_text("A:hello") or ()), eos])  # as an answer that ended by itself
+    closed = chat.render([HistoryItem(U), seen], new, generation_prompt=True)
+    assert chat.decode(closed.item_tokens[0]) == "Q:hi\n" and eos not in closed.item_tokens[0]
+    again = chat.render([HistoryItem(U), seen], (), generation_prompt=True).generation_prompt
+    assert eos not in again
 
 
 def test_verbatim_tokens_get_no_glue(chat: ChatTokenizer) -> None:
