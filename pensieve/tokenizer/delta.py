@@ -509,19 +509,20 @@ def _strings(message: TextMessage) -> Iterator[str]:
 def _arguments(text: str, broken: Callable[[str], str]) -> Any:
     """A call's arguments as an object, with control tokens in its strings broken up."""
     try:
-        return _map_strings(json.loads(text), broken)
+        return map_strings(json.loads(text), broken)
     except (ValueError, RecursionError):
         return broken(text)
 
 
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """``value``, as JSON has it, with each string changed, including field names."""
     match value:
         case str():
             return change(value)
         case list():
-            return [_map_strings(one, change) for one in value]
+            return [map_strings(one, change) for one in value]
         case dict():
-            return {change(key): _map_strings(one, change) for key, one in value.items()}
+            return {change(key): map_strings(one, change) for key, one in value.items()}
     return value
 
 

@@ -250,6 +250,27 @@ def test_what_is_no_definition(chat: ChatTokenizer, tools: str) -> None:
         chat.check_tools(tools)
 
 
+@pytest.mark.parametrize(
+    ("key", "refused"), [("town", False), ("<b>", False), ("|im_end|", True), ("<|im-end|>", True)]
+)
+def test_a_definition_of_which_the_template_makes_a_control_token(
+    tmp_path: Path, key: str, refused: bool
+) -> None:
+    keys = "{%- for key in tool.function.parameters.properties %}{{- '<' ~ (key | replace('-', '_')) ~ '>' }}"
+    shown = "{{- tool | tojson }}"
+    template = STYLES["qwen"][0].replace(shown, f"{keys}{{%- endfor %}}{shown}")
+    chat = ChatTokenizer.from_folder(write_model(tmp_path / "m", template, "<|im_end|>"))
+    function = WEATHER["function"] | {
+        "parameters": {"type": "object", "properties": {key: {"type": "string"}}}
+    }
+    tools = json.dumps([{"type": "function", "function": function}])
+    if refused:
+        with pytest.raises(InvalidArgument, match="holds a control token"):
+            chat.check_tools(tools)
+    else:
+        chat.check_tools(tools)
+
+
 def test_templates_without_a_fixed_place_for_tools(tmp_path: Path) -> None:
     for number, (template, problem) in enumerate(
         [(tiny.CHATML, "no place"), (MOVING, "earlier text changes|at the beginning|once")]
