@@ -184,13 +184,14 @@ class ChatTokenizer:
             and self.is_closed(tokens[: len(tokens) - behind])
         )
         is_result = role is Role.TOOL and not verbatim
+        counts = role in (Role.SYSTEM, Role.USER) and not verbatim and self._template.looks_for.search(text)
         return HistoryItem(
             role,
             verbatim,
             self.is_closed(tokens),
             is_whole,
             self._closed_chars(list(map(int, tokens)), text) if is_result else None,
-            text if role in (Role.SYSTEM, Role.USER) and not verbatim else "",
+            text if counts else "",
         )
 
     def _rendered(self, message: TextMessage, tokens: Sequence[int]) -> HistoryItem:

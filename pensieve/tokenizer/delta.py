@@ -44,8 +44,7 @@ class HistoryItem:
     """Characters of the closing in the tokens of a result that another one followed in the same block. None: it is
     closed, or no result."""
     text: str = ""
-    """What a client's message says: templates look for words in it. "": any text, or an answer, a result, or tokens
-    that came unchanged."""
+    """What a client's message says, if it has something that the template looks for; else ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +305,7 @@ class _GroupRenderer:
     def _say(self, roles: Roles, is_marked: Callable[[TextMessage], bool] | None) -> str:
         count, end = len(self._items), len(self._items) + len(self._group)
         contents = [marker(n) for n in range(len(roles))]
-        # What earlier messages say, too: templates look for words in them. A marker shows where the last one ends.
+        # Earlier messages, too, say what the template looks for. A marker shows where the last one ends.
         known = [item.text or contents[n] for n, item in enumerate(self._items)]
         if known:
             known[-1] = self._items[-1].text + contents[count - 1]

@@ -59,12 +59,29 @@ def _tojson(
 
 def compile_template(source: str) -> jinja2.Template:
     """Compile a Jinja source in a sandbox. Raises jinja2.TemplateSyntaxError."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = _environment()
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(source)
+
+
+def words_looked_for(source: str) -> set[str]:
+    """The texts that a template looks for in others, such as messages: ``'/no_think' in message.content``."""
+    tree = _environment().parse(source)
+    found: list[nodes.Expr] = []
+    for compared in tree.find_all(nodes.Compare):
+        if any(one.op in ("in", "notin") for one in compared.ops):
+            found.append(compared.expr)
+    for called in tree.find_all(nodes.Call):
+        if isinstance(called.node, nodes.Getattr) and called.node.attr in ("startswith", "endswith"):
+            found += called.args
+    return {one.value for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)} - {""}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
 
 
 class TemplateRefused(Exception):

@@ -35,6 +35,7 @@ from pensieve.tokenizer.marked import (
     compile_template,
     find_marker,
     marker,
+    words_looked_for,
 )
 from pensieve.tokenizer.tools import ID_MARKER, NO_TOOLS, PROBE, PROBE_NAME, Tools, id_marker
 
@@ -106,6 +107,8 @@ class ChatTemplate:
         self._counts_results = False
         """The same for conversations with tool results."""
         self._drops_thoughts = False
+        self.looks_for = re.compile("|".join(map(re.escape, words_looked_for(source))) or r"(?!)")
+        """Texts that it looks for in messages, so that what it writes around them may depend on them."""
         self.needs_calls = self._marked.needs_calls
         self.takes_out = _TAKES_OUT.search(source) is not None
         """Whether it may take something out of a message (SmolLM3: ``/no_think``), so that what stood around it becomes
@@ -176,7 +179,7 @@ class ChatTemplate:
         self, roles: Roles, tools: Tools = NO_TOOLS, texts: Sequence[str] = (), when: dt.datetime = ANY_TIME
     ) -> str:
         """The text that introduces the assistant's answer after these messages; may be empty. ``texts``: what they
-        say, as far as known: SmolLM3 thinks or not by a word of its system prompt."""
+        say, or "" where that does not matter: SmolLM3 thinks or not by a word of its system prompt."""
         shown = PROBE if tools else NO_TOOLS
         prompt = self._remembered_prompt(roles, shown)
         if not any(texts):
