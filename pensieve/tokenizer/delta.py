@@ -44,7 +44,7 @@ class HistoryItem:
     """Characters of the closing in the tokens of a result that another one followed in the same block. None: it is
     closed, or no result."""
     text: str = ""
-    """What a client's message says, if it has something that the template looks for; else ""."""
+    """The text of a client's message if the template looks for something that it has; else ""."""
 
 
 @dataclass(frozen=True, slots=True)
