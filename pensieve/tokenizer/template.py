@@ -68,6 +68,8 @@ _THOUGHT: Final = re.compile(
     rf"<({'|'.join(_TAGS)})>.*?</\1>\s*|\[THINK\].*?\[/THINK\]\s*", re.DOTALL | re.IGNORECASE
 )
 _TAKES_OUT: Final = re.compile(r"\b(?:replace|join|striptags)\b")
+_LONG_TURNS: Final = 16
+"""Turns of a conversation in which a template that shortens old messages is expected to show it."""
 _MAX_WHOLE: Final = 8
 """Conversations up to this many messages are rendered whole."""
 _MAX_TURN_MESSAGES: Final = 48
@@ -323,6 +325,9 @@ class ChatTemplate:
                 self._added(roles[:-1])
                 self._generation_prompt(roles[:-1], NO_TOOLS)
                 self._added(roles)
+            if not self._allow_rewriting:
+                long = (user, assistant) * _LONG_TURNS
+                self._compare(self._marked.text(roles[:-1]), self._marked.text(long[:-1]))
             # Only roles whose prefixes were compared are known to append: no other part of a conversation may
             # change.
             self._probe_thoughts()

@@ -62,6 +62,8 @@ SHORTENS = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """Rewrites what is older than two messages."""
+SHORTENS_LATE = SHORTENS.replace("loop.revindex < 3", "loop.revindex < 21")
+KEEPS_LAST = CHATML.replace("in messages %}", "in messages[-20:] %}")
 LATE_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + ' ' %}"
     "{% set rest = messages[1:] %}"

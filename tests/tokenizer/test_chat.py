@@ -367,8 +367,9 @@ def test_templates_that_drop_thoughts_or_write_a_date_are_served_with_a_warning(
     assert other.template_sha256 != accepted.template_sha256 and not other.warnings
 
 
-def test_templates_that_rewrite_more_need_a_flag(tmp_path: Path) -> None:
-    folder = tiny.write_folder(tmp_path, tiny.byte_level(), tiny.SHORTENS, eos="<|im_end|>")
+@pytest.mark.parametrize("template", [tiny.SHORTENS, tiny.SHORTENS_LATE, tiny.KEEPS_LAST])
+def test_templates_that_rewrite_more_need_a_flag(tmp_path: Path, template: str) -> None:
+    folder = tiny.write_folder(tmp_path, tiny.byte_level(), template, eos="<|im_end|>")
     with pytest.raises(TemplateError, match="only append") as caught:
         ChatTokenizer.from_folder(folder)
     assert "--chat-template" in caught.value.message and "--allow-rewriting" in caught.value.message
