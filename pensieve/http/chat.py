@@ -49,6 +49,7 @@ from pensieve.http.common.calls import (
     begin_turn,
     check_subject,
     following_roles,
+    is_absent,
     is_refusal,
     split_new,
 )
@@ -473,7 +474,7 @@ async def _begin_in_new_session(
 def _is_missing(error: PensieveError) -> bool:
     """Whether no session has the name, or the store has lost it."""
     is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
-    return error.reason == NotFound.default_reason or is_lost
+    return is_absent(error) or is_lost
 
 
 async def create(request: Request) -> Response:

@@ -13,6 +13,8 @@ Items are append-only, and their concatenated ids are the model's context. Each 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,17 +34,21 @@ from pensieve.tokenizer.delta import (
     TextMessage,
     TokenMessage,
     group_messages,
+    map_strings,
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Preceding, TextEncoder, added_words
 from pensieve.tokenizer.folder import TokenizerFolder, hidden_ids, read_folder, words_without_embedding
-from pensieve.tokenizer.marked import Roles
+from pensieve.tokenizer.marked import ANY_TIME, Roles, TemplateRefused
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
 from pensieve.tokenizer.tools import Tools, call_form_for
 
 _PROBE_TOOLS: Final = (
     '[{"type":"function","function":{"name":"look","description":"d","parameters":{"type":"object"}}}]'
 )
+_WORDS: Final = re.compile(r"[\w .,$-]*")
+"""Texts that are no part of a control token, and that templates may ask for (``object``)."""
+_APART: Final = "\ue003"
 _SYSTEM, _USER = TextMessage(Role.SYSTEM, "a"), TextMessage(Role.USER, "a")
 _ANSWER = TextMessage(Role.ASSISTANT, "a")
 _CALL = TextMessage(Role.ASSISTANT, "", (FunctionCall("call00000", "look", "{}"),))
@@ -78,6 +84,8 @@ class ChatTokenizer:
         end = EosTexts(eos_texts).after(closing, 0, len(closing))
         behind = self._encoder.encode(closing[end:], Preceding.CONTROL).ids if end is not None else []
         self._ends = EosTexts(eos_texts, tuple(behind))
+        self._closes_last = end is not None
+        """Whether the template closes an answer that nothing follows."""
         rest = template.closings[Role.TOOL][len(template.shared_closing) :]
         # Only a control token, which no content has, tells whether a result was closed.
         tells = self._encoder.control_end(rest, 0) is not None
@@ -155,7 +163,7 @@ class ChatTokenizer:
                 arrays.append(tokens)
             else:
                 is_last = len(arrays) + len(group) == len(new)
-                arrays += delta.messages(group, followed_by if is_last else (), self.seen)
+                arrays += delta.messages(group, followed_by if is_last else (), self._rendered)
         prompt = delta.generation_prompt() if generation_prompt else []
         return Rendered(tuple(arrays), np.asarray(prompt, dtype=np.int32))
 
@@ -171,17 +179,23 @@ class ChatTokenizer:
         is_whole = (
             role is Role.ASSISTANT
             and not verbatim
+            and self._closes_last
             and tuple(map(int, tokens[len(tokens) - behind :])) == self._ends.behind
             and self.is_closed(tokens[: len(tokens) - behind])
         )
         is_result = role is Role.TOOL and not verbatim
+        counts = role in (Role.SYSTEM, Role.USER) and not verbatim and self._template.looks_for.search(text)
         return HistoryItem(
             role,
             verbatim,
             self.is_closed(tokens),
             is_whole,
             self._closed_chars(list(map(int, tokens)), text) if is_result else None,
+            text if counts else "",
         )
+
+    def _rendered(self, message: TextMessage, tokens: Sequence[int]) -> HistoryItem:
+        return self.seen(message.role, tokens, text=message.text)
 
     def _closed_chars(self, tokens: list[int], text: str) -> int | None:
         """``HistoryItem.closed_chars`` of a result. Its last token begins in its content."""
@@ -220,8 +234,22 @@ class ChatTokenizer:
         if self._template.tools_problem or self.call_form is None:
             problem = self._template.tools_problem or "how the model writes calls is not known"
             raise TemplateError(f"the chat template does not take tools: {problem}")
-        if any(self._encoder.has_control(text) for text in found.strings()):
+        if any(map(self._encoder.has_control, found.strings())) or self._makes_control(found):
             raise InvalidArgument.field("config.tools_json", "holds a control token of the model")
+
+    def _makes_control(self, tools: Tools) -> bool:
+        """Whether the template makes a control token of a definition: Qwen3-Coder's writes field names in ``<>``."""
+
+        def apart(text: str) -> str:
+            return text if _WORDS.fullmatch(text) else _APART.join(text)
+
+        in_parts = Tools(json.dumps(map_strings(tools.definitions, apart)))
+        messages = self._template.marked((Role.USER,), ["a"])
+        try:
+            whole, parts = (self._template.say(messages, one, ANY_TIME) for one in (tools, in_parts))
+        except TemplateRefused:
+            return False  # rendering will say so
+        return self._encoder.count_control(whole) != self._encoder.count_control(parts)
 
     def is_closed(self, tokens: TokenArray | Sequence[int]) -> bool:
         """Whether an item with these tokens ends its turn by itself: ``HistoryItem.ends_with_eos``."""

@@ -43,6 +43,8 @@ class HistoryItem:
     closed_chars: int | None = None
     """Characters of the closing in the tokens of a result that another one followed in the same block. None: it is
     closed, or no result."""
+    text: str = ""
+    """The text of a client's message if the template looks for something that it has; else ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class DeltaRenderer:
         self,
         group: Sequence[TextMessage],
         followed_by: Roles,
-        seen: Callable[[Role, Sequence[int]], HistoryItem],
+        seen: Callable[[TextMessage, Sequence[int]], HistoryItem],
     ) -> list[TokenArray]:
         """Token ids of each message of a group, int32. ``followed_by``: roles of messages rendered later."""
         before = self.before
@@ -176,7 +178,7 @@ class DeltaRenderer:
         # A token belongs to the item in which it begins.
         cuts = np.searchsorted(np.asarray(made.starts, dtype=np.int64), np.asarray(ends[:-1]), side="left")
         parts = np.split(np.asarray(made.ids, dtype=np.int32), cuts)
-        self._items += [seen(one.role, part[-8:].tolist()) for one, part in zip(group, parts, strict=True)]
+        self._items += [seen(one, part[-8:].tolist()) for one, part in zip(group, parts, strict=True)]
         self._prune()
         return parts
 
@@ -185,7 +187,10 @@ class DeltaRenderer:
         if not self._items or self._items[-1].verbatim:
             return []
         last = self._items[-1]
-        prompt = self._template.generation_prompt(_roles(self._items), self._inputs.tools)
+        texts = [item.text for item in self._items]
+        prompt = self._template.generation_prompt(
+            _roles(self._items), self._inputs.tools, texts, self._inputs.when
+        )
         if last.closed_chars is not None:
             prompt = self._template.closings[Role.TOOL][last.closed_chars :] + prompt
         if last.role is Role.ASSISTANT and not last.complete:
@@ -226,10 +231,16 @@ class _GroupRenderer:
         self._items = items
         texts = [text for one in group for text in _strings(one)]
         self._mark_char = next(
-            sign for sign in map(chr, _MARK_CHARS) if not any(sign in text for text in texts)
+            sign
+            for sign in map(chr, _MARK_CHARS)
+            if not any(sign in text for text in (*texts, *(item.text for item in items)))
         )
         self._mark_pattern = re.compile(f"{self._mark_char}([0-9]*){self._mark_char}")
-        self._has_control = any(map(encoder.has_control, texts))
+        self._spells_control = any(map(encoder.has_control, texts))
+        self._has_control = self._spells_control or (
+            template.takes_out and any(encoder.has_control(text, beginnings=True) for text in texts)
+        )
+        """Whether the template may write a control token out of contents."""
         self._rests: dict[int, str] = {}
         """The part of a message's content after its mark."""
 
@@ -276,7 +287,7 @@ class _GroupRenderer:
     def _rendered(self, roles: Roles) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         """The text of the conversation, where the content of each message of the group ends, and its shields."""
         plain = self._say(roles, None)
-        for is_marked in (_always, _has_words, _is_plain_text):
+        for is_marked in (_always, _unless_silent, _has_words, _is_plain_text):
             try:
                 text, marks, shields = self._remove_marks(self._say(roles, is_marked))
             except TemplateRefused:
@@ -285,13 +296,20 @@ class _GroupRenderer:
                 return text, marks, shields
         if not self._has_control:
             return plain, {}, []
+        broken, count = self._say(roles, _is_plain_text), self._encoder.count_control
+        if not self._spells_control and count(broken) == count(plain):
+            return plain, {}, []
         # The template reacts to control tokens in contents. Give it contents with those broken up.
-        return self._remove_marks(self._say(roles, _is_plain_text))
+        return self._remove_marks(broken)
 
-    def _say(self, roles: Roles, is_marked: Callable[[str], bool] | None) -> str:
+    def _say(self, roles: Roles, is_marked: Callable[[TextMessage], bool] | None) -> str:
         count, end = len(self._items), len(self._items) + len(self._group)
         contents = [marker(n) for n in range(len(roles))]
-        messages = self._template.marked(roles[: count + 1], contents[: count + 1])[:count]
+        # Earlier messages, too, say what the template looks for. A marker shows where the last one ends.
+        known = [item.text or contents[n] for n, item in enumerate(self._items)]
+        if known:
+            known[-1] = self._items[-1].text + contents[count - 1]
+        messages = self._template.marked(roles[: count + 1], [*known, contents[count]])[:count]
         for number, message in enumerate(self._group):
             messages.append(self._message(number, message, is_marked))
         messages += self._template.marked(roles[end:], contents[end:])
@@ -301,11 +319,11 @@ class _GroupRenderer:
         return self._template.say(messages, tools, self._inputs.when, self._inputs.check)
 
     def _message(
-        self, number: int, message: TextMessage, is_marked: Callable[[str], bool] | None
+        self, number: int, message: TextMessage, is_marked: Callable[[TextMessage], bool] | None
     ) -> dict[str, object]:
         text, place = message.text, len(self._items) + number
         if is_marked is not None:
-            text = self._marked_content(number, text) if is_marked(text) else self._broken(text)
+            text = self._marked_content(number, text) if is_marked(message) else self._broken(text)
         shown: dict[str, object] = {"role": ROLE_NAMES[message.role], "content": text}
         if message.role is Role.TOOL:
             shown["tool_call_id"] = template_id(message.call_id, place)
@@ -332,7 +350,7 @@ class _GroupRenderer:
         """``text`` with its message's mark at the least disturbing place, and its control tokens broken up."""
         end = _mark_place(text)
         if self._has_control:
-            end = min([end, *(a for a, b in self._encoder.control_spans(text) if a < end < b)])
+            end = min([end, *(a for a, b in self._control_spans(text) if a < end < b)])
         self._rests[number] = text[end:]
         return (
             f"{self._broken(text[:end])}{self._mark_char}{number}{self._mark_char}{self._broken(text[end:])}"
@@ -343,10 +361,13 @@ class _GroupRenderer:
         if not self._has_control:
             return text
         parts, at = [], 0
-        for start, _ in self._encoder.control_spans(text):
+        for start, _ in self._control_spans(text):
             parts += [text[at : start + 1], self._mark_char * 2]
             at = start + 1
         return "".join([*parts, text[at:]])
+
+    def _control_spans(self, text: str) -> list[tuple[int, int]]:
+        return self._encoder.control_spans(text, beginnings=self._template.takes_out)
 
     def _remove_marks(self, marked: str) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         parts: list[str] = []
@@ -367,13 +388,17 @@ class _GroupRenderer:
             end = self._encoder.control_end(text, start)
             if end is not None and (not shields or start >= shields[-1][1]):
                 shields.append((start, end))
-        # Extend from the mark to the end of the content, as far as the template has kept it.
+        # Extend from the mark to the end of the content, as far as the template has kept it: a space there may also
+        # be the first character of a closing.
         for number, place in marks.items():
-            rest = self._rests[number]
-            for kept in (rest, json.dumps(rest, ensure_ascii=False)[1:-1], rest.rstrip()):
-                if text.startswith(kept, place):
-                    marks[number] = place + len(kept)
-                    break
+            rest, role = self._rests[number], self._group[number].role
+            ends = [
+                place + len(kept)
+                for kept in (rest, json.dumps(rest, ensure_ascii=False)[1:-1], rest.rstrip())
+                if text.startswith(kept, place)
+            ]
+            closed = (end for end in ends if self._template.closing_end(role, text, end) is not None)
+            marks[number] = next(closed, ends[0] if ends else place)
         return text, marks, shields
 
     # ---- boundaries in the text
@@ -432,32 +457,40 @@ class _GroupRenderer:
         """Where the closing after a content that ends at ``start`` ends; ``start`` if there is none. After
         the first system prompt of a conversation, it may include the tools."""
         if role is Role.SYSTEM and is_first:
-            closing = self._template.system_closing(self._inputs.tools, self._inputs.when)
+            prompt = self._items[0].text if self._items else ""
+            closing = self._template.system_closing(prompt, self._inputs.tools, self._inputs.when)
             return start + len(closing) if text.startswith(closing, start) else start
         closed = self._template.closing_end(role, text, start)
         return closed if closed is not None else start
 
 
-def _always(_: str) -> bool:
+def _always(_: TextMessage) -> bool:
     return True
 
 
-def _has_words(text: str) -> bool:
-    """Whether a mark leaves it that a content has words: templates ask for that."""
-    return bool(text.strip())
+def _unless_silent(message: TextMessage) -> bool:
+    """Whether a mark leaves it that an answer says something, beside its calls: templates ask for that."""
+    return message.role is not Role.ASSISTANT or _has_words(message)
 
 
-def _is_plain_text(text: str) -> bool:
+def _has_words(message: TextMessage) -> bool:
+    """Whether a mark leaves it that a content has words."""
+    return bool(message.text.strip())
+
+
+def _is_plain_text(message: TextMessage) -> bool:
     """Whether templates do not inspect a text like this, so that a mark in it changes nothing."""
-    shown = text.strip()
+    shown = message.text.strip()
     return bool(shown) and "</" not in shown and shown[0] not in "<[{"
 
 
 def _mark_place(text: str) -> int:
-    """The least disturbing place for a mark: before trailing white space, and before a tag at the end."""
+    """The least disturbing place for a mark: before trailing white space, and before a tag at the end, but behind the
+    white space at the beginning."""
     end = len(text.rstrip())
     start = text.rfind("<", 0, end) if text.endswith(">", 0, end) else -1
-    return len(text[:start].rstrip()) if start > 0 and ">" not in text[start : end - 1] else end
+    before = len(text[:start].rstrip()) if start > 0 and ">" not in text[start : end - 1] else 0
+    return before or end
 
 
 def _strings(message: TextMessage) -> Iterator[str]:
@@ -475,19 +508,20 @@ def _strings(message: TextMessage) -> Iterator[str]:
 def _arguments(text: str, broken: Callable[[str], str]) -> Any:
     """A call's arguments as an object, with control tokens in its strings broken up."""
     try:
-        return _map_strings(json.loads(text), broken)
+        return map_strings(json.loads(text), broken)
     except (ValueError, RecursionError):
         return broken(text)
 
 
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """``value``, as JSON has it, with each string changed, including field names."""
     match value:
         case str():
             return change(value)
         case list():
-            return [_map_strings(one, change) for one in value]
+            return [map_strings(one, change) for one in value]
         case dict():
-            return {change(key): _map_strings(one, change) for key, one in value.items()}
+            return {change(key): map_strings(one, change) for key, one in value.items()}
     return value
 
 

@@ -64,6 +64,7 @@ class TextEncoder:
         self.control_ids = frozenset(token["id"] for token in self._control.values())
         self._added = {token["id"]: token["content"].strip() for token in spec["added_tokens"]}
         self._control_pattern = _alternation(self._control)
+        self._beginnings = _alternation({text[0] for text in self._control})
         # Texts may be cut where these begin: they strip nothing before them, and no run spans them.
         self._safe_cuts = _alternation(
             text for text, token in self._control.items() if not token["lstrip"] and not token["single_word"]
@@ -119,8 +120,10 @@ class TextEncoder:
     def encode_raw(self, text: str, before: Preceding) -> list[int]:
         return self.encode(text, before).ids
 
-    def control_spans(self, text: str) -> list[tuple[int, int]]:
-        return [match.span() for match in self._control_pattern.finditer(text)]
+    def control_spans(self, text: str, *, beginnings: bool = False) -> list[tuple[int, int]]:
+        """Where a text spells control tokens. With ``beginnings`` also where one may begin: the first character."""
+        found = dict(match.span() for match in self._beginnings.finditer(text)) if beginnings else {}
+        return sorted((found | dict(match.span() for match in self._control_pattern.finditer(text))).items())
 
     def control_end(self, text: str, start: int) -> int | None:
         """Where the control token ends that a text spells at ``start``; None if it spells none there."""
@@ -134,8 +137,9 @@ class TextEncoder:
         except InvalidArgument:
             return None
 
-    def has_control(self, text: str) -> bool:
-        return self._control_pattern.search(text) is not None
+    def has_control(self, text: str, *, beginnings: bool = False) -> bool:
+        """Whether a text spells a control token; with ``beginnings`` whether one may begin in it."""
+        return (self._beginnings if beginnings else self._control_pattern).search(text) is not None
 
     def count_control(self, text: str) -> int:
         """Number of control tokens in a text: a lower bound of its tokens."""

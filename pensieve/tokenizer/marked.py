@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final, NoReturn
@@ -18,6 +19,7 @@ from pensieve.core import Role
 from pensieve.tokenizer.tools import NO_TOOLS, Tools, id_marker
 
 _CHECKED_PIECES: Final = 64
+_SECRET: Final = secrets.token_hex(8)
 ROLE_NAMES: Final = {
     Role.SYSTEM: "system",
     Role.USER: "user",
@@ -57,12 +59,29 @@ def _tojson(
 
 def compile_template(source: str) -> jinja2.Template:
     """Compile a Jinja source in a sandbox. Raises jinja2.TemplateSyntaxError."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = _environment()
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(source)
+
+
+def words_looked_for(source: str) -> set[str]:
+    """The texts that a template looks for in others, such as messages: ``'/no_think' in message.content``."""
+    tree = _environment().parse(source)
+    found: list[nodes.Expr] = []
+    for compared in tree.find_all(nodes.Compare):
+        if any(one.op in ("in", "notin") for one in compared.ops):
+            found.append(compared.expr)
+    for called in tree.find_all(nodes.Call):
+        if isinstance(called.node, nodes.Getattr) and called.node.attr in ("startswith", "endswith"):
+            found += called.args
+    return {one.value for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)} - {""}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
 
 
 class TemplateRefused(Exception):
@@ -158,8 +177,8 @@ class MarkedTemplate:
 
 
 def marker(index: int) -> str:
-    """Stands for the content of message ``index``."""
-    return f"zqSlot{index}qz"
+    """Stands for the content of message ``index``. Another one in each process: no message holds it."""
+    return f"zq{_SECRET}Slot{index}qz"
 
 
 def markers(count: int) -> list[str]:

@@ -35,6 +35,7 @@ from pensieve.tokenizer.marked import (
     compile_template,
     find_marker,
     marker,
+    words_looked_for,
 )
 from pensieve.tokenizer.tools import ID_MARKER, NO_TOOLS, PROBE, PROBE_NAME, Tools, id_marker
 
@@ -66,6 +67,9 @@ _TAGS: Final = ("think", "thinking", "thought", "reasoning", "seed:think")
 _THOUGHT: Final = re.compile(
     rf"<({'|'.join(_TAGS)})>.*?</\1>\s*|\[THINK\].*?\[/THINK\]\s*", re.DOTALL | re.IGNORECASE
 )
+_TAKES_OUT: Final = re.compile(r"\b(?:replace|join|striptags)\b")
+_LONG_TURNS: Final = 16
+"""Turns of a conversation in which a template that shortens old messages is expected to show it."""
 _MAX_WHOLE: Final = 8
 """Conversations up to this many messages are rendered whole."""
 _MAX_TURN_MESSAGES: Final = 48
@@ -105,7 +109,12 @@ class ChatTemplate:
         self._counts_results = False
         """The same for conversations with tool results."""
         self._drops_thoughts = False
+        self.looks_for = re.compile("|".join(map(re.escape, words_looked_for(source))) or r"(?!)")
+        """Texts that it looks for in messages, so that what it writes around them may depend on them."""
         self.needs_calls = self._marked.needs_calls
+        self.takes_out = _TAKES_OUT.search(source) is not None
+        """Whether it may take something out of a message (SmolLM3: ``/no_think``), so that what stood around it becomes
+        one word: a control token, perhaps."""
         self.tools_problem = "" if "tools" in source else "it has no place for them"
         """Why conversations with tools cannot be rendered; empty when they can."""
         self.writes_date = self._probe_date()
@@ -168,9 +177,25 @@ class ChatTemplate:
     def refusal_error(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
         return self._refusal_error(roles, refusal)
 
-    def generation_prompt(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
-        """The text that introduces the assistant's answer after these messages; may be empty."""
-        return self._remembered_prompt(roles, PROBE if tools else NO_TOOLS)
+    def generation_prompt(
+        self, roles: Roles, tools: Tools = NO_TOOLS, texts: Sequence[str] = (), when: dt.datetime = ANY_TIME
+    ) -> str:
+        """The text that introduces the assistant's answer after these messages; may be empty. ``texts``: what they
+        say, or "" where that does not matter: SmolLM3 thinks or not by a word of its system prompt."""
+        shown = PROBE if tools else NO_TOOLS
+        prompt = self._remembered_prompt(roles, shown)
+        if not any(texts):
+            return prompt
+        messages = self._marked.messages(roles, [one or marker(n) for n, one in enumerate(texts)])
+        try:
+            text, prompted = (
+                self._marked.say(messages, tools=shown, when=when, prompt=one) for one in (False, True)
+            )
+        except TemplateRefused:
+            return prompt
+        # How an answer is parsed is settled for all of them: none begins in a thought unless all do.
+        same = prompted.startswith(text) and _opens_thought(prompted[len(text) :]) is _opens_thought(prompt)
+        return prompted[len(text) :] if same else prompt
 
     def window(self, roles: Sequence[Role]) -> list[int]:
         """Indexes of the messages on which text after the last one can depend: the system prompt and the last
@@ -204,11 +229,11 @@ class ChatTemplate:
         match = self._closing_patterns[role].match(text, start)
         return None if match is None else match.end()
 
-    def system_closing(self, tools: Tools, when: dt.datetime) -> str:
+    def system_closing(self, prompt: str, tools: Tools, when: dt.datetime) -> str:
         """The text after a lone system prompt, including tools; "" where a conversation cannot end so."""
         try:
             text = self._marked.say(
-                self._marked.messages((Role.SYSTEM,), [marker(0)]), tools=tools, when=when
+                self._marked.messages((Role.SYSTEM,), [prompt + marker(0)]), tools=tools, when=when
             )
             return text[find_marker(text, 0)[1] :]
         except TemplateRefused:
@@ -300,6 +325,9 @@ class ChatTemplate:
                 self._added(roles[:-1])
                 self._generation_prompt(roles[:-1], NO_TOOLS)
                 self._added(roles)
+            if not self._allow_rewriting:
+                long = (user, assistant) * _LONG_TURNS
+                self._compare(self._marked.text(roles[:-1]), self._marked.text(long[:-1]))
             # Only roles whose prefixes were compared are known to append: no other part of a conversation may
             # change.
             self._probe_thoughts()
@@ -365,8 +393,7 @@ class ChatTemplate:
     def _probe_thinking(self) -> str:
         if "<think>" not in self.source:
             return ""
-        _, opened, behind = self.generation_prompt((Role.USER,)).rpartition("<think>")
-        return "open" if opened and "</think>" not in behind else "tags"
+        return "open" if _opens_thought(self.generation_prompt((Role.USER,))) else "tags"
 
     def _probe_closings(self) -> dict[Role, str]:
         user, assistant = Role.USER, Role.ASSISTANT
@@ -426,6 +453,11 @@ class ChatTemplate:
             if whole != part:
                 return True
         return False
+
+
+def _opens_thought(prompt: str) -> bool:
+    _, opened, behind = prompt.rpartition("<think>")
+    return bool(opened) and "</think>" not in behind
 
 
 def _with_any_ids(closing: str) -> re.Pattern[str]:

@@ -14,6 +14,7 @@ from pensieve.client import AsyncClient
 from pensieve.errors import NotFound, ResourceExhausted
 from pensieve.http import chat as door_chat
 from pensieve.http.responses.ids import ResponseId
+from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import BearerTenant, HttpRig, door, opened
 from support.service.service_rig import ANSWER, says, serving
@@ -280,6 +281,44 @@ async def test_a_server_that_is_started_again_knows_the_claims() -> None:
 def many(count: int) -> list[Body]:
     """Turns of one letter, then a question."""
     return [*talk(*("a" if number % 2 == 0 else "b" for number in range(2 * (count // 2)))), *talk("?")]
+
+
+@pytest.mark.parametrize("purged", [False, True])
+@pytest.mark.parametrize(("at", "key"), [("load", "k"), ("begin", ""), ("begin", "k")])
+async def test_a_session_that_expires_on_the_way_to_its_turn_is_made_again(
+    at: str, purged: bool, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1_000_000]
+    store = MemoryStore(clock=lambda: now[0])
+    meant = getattr(store, at)
+
+    async def expiring(*args: Any, **named: Any) -> Any:
+        monkeypatch.setattr(store, at, meant)
+        now[0] += 48 * 3600 * 1000
+        if purged:
+            await store.purge_expired()
+        return await meant(*args, **named)
+
+    async with door(service_options={"store": store}) as rig, asking(rig) as ask:
+        await ask(CHAT, {"messages": talk("hello")})
+        monkeypatch.setattr(store, at, expiring)
+        body = {"messages": talk("hello", ANSWER, "again")}
+        answer = await ask(CHAT, body, key)
+        assert getattr(store, at) == meant, "it has expired"
+        if key:
+            assert (await ask(CHAT, body, key)).json()["id"] == answer.json()["id"]
+        (session,) = await sessions(rig)
+        assert session.item_count == 4
+
+
+async def test_a_named_session_that_has_expired_is_made_again() -> None:
+    now = [1_000_000]
+    async with door(service_options={"store": MemoryStore(clock=lambda: now[0])}) as rig, asking(rig) as ask:
+        config = pb.SessionConfig(ttl={"seconds": 5})
+        await rig.service.api.CreateSession(pb.CreateSessionRequest(session_id="mine", config=config))
+        now[0] += 6000  # the store has not removed it yet
+        await ask(CHAT, {"session": "mine", "messages": talk("hello", ANSWER, "again")})
+        assert (await sessions(rig))[0].item_count == 4
 
 
 async def test_long_histories_and_many_new_messages_are_brought_in() -> None:

@@ -62,6 +62,8 @@ SHORTENS = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """Rewrites what is older than two messages."""
+SHORTENS_LATE = SHORTENS.replace("loop.revindex < 3", "loop.revindex < 21")
+KEEPS_LAST = CHATML.replace("in messages %}", "in messages[-20:] %}")
 LATE_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + ' ' %}"
     "{% set rest = messages[1:] %}"
@@ -75,6 +77,19 @@ NO_SYSTEM = (
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+MODES = (
+    "{% set ns = namespace(mode='/think') %}{% for m in messages %}"
+    "{% if m.role in ('system', 'user') and '/no_think' in m.content %}{% set ns.mode = '/no_think' %}{% endif %}"
+    "{% endfor %}{% for m in messages %}{% set c = m.content.replace('/no_think', '') %}"
+    "{% if loop.first %}{{ '<|im_start|>system\nMode: ' + ns.mode + '\n' }}"
+    "{{ (c.rstrip() if m.role == 'system' else 'You help.') + '<|im_end|>\n' }}{% endif %}"
+    "{% if m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' + ('' if ns.mode == '/think' else '<think>\n\n</think>\n') + c + '<|im_end|>\n' }}"
+    "{% elif m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' + ('' if ns.mode == '/think' else '<think>\n\n</think>\n') }}{% endif %}"
+)
+"""Thinks or not by a word of a message, which it takes out, as SmolLM3 does."""
 CLOSES_LATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'Q:' + m.content + '\n' }}"
     "{% else %}{{ 'A:' + m.content + ('' if loop.last else eos_token) }}{% endif %}{% endfor %}"

@@ -155,6 +155,34 @@ def test_a_system_message_behind_a_question(chat: ChatTokenizer, oracle: Any) ->
     assert delta(chat, turns) == delta(chat, [said]) == whole(oracle, said)
 
 
+@pytest.mark.parametrize("question", ["", " \n", "\n<|im_end|>", "\n<|eot_id|>\n", "<think>"])
+@pytest.mark.parametrize("tools", ["", TOOLS])
+@pytest.mark.parametrize("begin", [0, 1])
+def test_an_import_in_two_parts_is_the_import_of_the_whole(
+    chat: ChatTokenizer, question: str, tools: str, begin: int
+) -> None:
+    said = [TextMessage(S, "Be brief."), TextMessage(U, question), TextMessage(A, "", (ROME,)),
+            TextMessage(T, "18", call_id=ROME.id), TextMessage(A, "Warm."), TextMessage(U, "ok")][begin:]  # fmt: skip
+    for cut in range(1, len(said)):
+        parts = import_in_parts(chat, [said[:cut], said[cut:]], tools)
+        assert parts == import_in_parts(chat, [said], tools), cut
+
+
+def import_in_parts(chat: ChatTokenizer, parts: list[list[TextMessage]], tools: str) -> list[int]:
+    """The context after imports that each announce the roles of the later ones."""
+    history: list[HistoryItem] = []
+    ids: list[int] = []
+    for number, part in enumerate(parts):
+        follow = tuple(one.role for later in parts[number + 1 :] for one in later)
+        made = chat.render(
+            history, part, generation_prompt=False, followed_by=follow, context=RenderContext(Tools(tools))
+        )
+        for message, tokens in zip(part, made.item_tokens, strict=True):
+            history.append(chat.seen(message.role, tokens, text=message.text))
+            ids += tokens.tolist()
+    return ids
+
+
 def test_words_beside_a_call(model: tuple[str, Path], chat: ChatTokenizer, oracle: Any) -> None:
     turns = [ASKED, [TextMessage(A, "Let me see.", (ROME,))], TOLD]
     assert delta(chat, turns) == whole(oracle, [one for turn in turns for one in turn])
@@ -219,6 +247,27 @@ def test_forms(tmp_path: Path, model: tuple[str, Path], chat: ChatTokenizer) -> 
 )  # fmt: skip
 def test_what_is_no_definition(chat: ChatTokenizer, tools: str) -> None:
     with pytest.raises(InvalidArgument, match="tools_json"):
+        chat.check_tools(tools)
+
+
+@pytest.mark.parametrize(
+    ("key", "refused"), [("town", False), ("<b>", False), ("|im_end|", True), ("<|im-end|>", True)]
+)
+def test_a_definition_of_which_the_template_makes_a_control_token(
+    tmp_path: Path, key: str, refused: bool
+) -> None:
+    keys = "{%- for key in tool.function.parameters.properties %}{{- '<' ~ (key | replace('-', '_')) ~ '>' }}"
+    shown = "{{- tool | tojson }}"
+    template = STYLES["qwen"][0].replace(shown, f"{keys}{{%- endfor %}}{shown}")
+    chat = ChatTokenizer.from_folder(write_model(tmp_path / "m", template, "<|im_end|>"))
+    function = WEATHER["function"] | {
+        "parameters": {"type": "object", "properties": {key: {"type": "string"}}}
+    }
+    tools = json.dumps([{"type": "function", "function": function}])
+    if refused:
+        with pytest.raises(InvalidArgument, match="holds a control token"):
+            chat.check_tools(tools)
+    else:
         chat.check_tools(tools)
 
 

@@ -219,10 +219,15 @@ async def find_own_session(client: AsyncClient, call: Call, plan: CallPlan) -> A
     try:
         await session.refresh()
     except NotFound as error:
-        if error.reason == NotFound.default_reason:
+        if is_absent(error):
             return None
         raise
     return session
+
+
+def is_absent(error: PensieveError) -> bool:
+    """Whether no session has the name: none had, or it has expired. One that was erased keeps its name."""
+    return error.reason in (NotFound.default_reason, "SESSION_EXPIRED")
 
 
 async def set_on_branch(branch: AsyncSession, settings: SessionChanges) -> None:

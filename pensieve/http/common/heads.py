@@ -7,6 +7,7 @@ saves the lookup.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import uuid
@@ -31,6 +32,7 @@ from pensieve.http.common.calls import (
     execute_plan,
     find_own_session,
     following_roles,
+    is_absent,
     is_free,
     new_session_id,
     set_on_branch,
@@ -124,14 +126,17 @@ class TurnStarter:
         client = self.caller.client
         if self.call.is_retryable:
             # Another door may have changed what this cache holds: only the service is asked.
-            head = await self._look_up()
-            plan = await self.call.claim_plan(
-                client, CallPlan(own) if head is None else await self._plan(head, own)
-            )
+            plan = CallPlan(own)
+            if (head := await self._look_up()) is not None:
+                with contextlib.suppress(NotFound):  # Gone since.
+                    plan = await self._plan(head, own)
+            plan = await self.call.claim_plan(client, plan)
             async with self.call.undo_on_refusal(client, plan):
                 try:
                     return await self._execute(plan)
-                except DataLoss as error:
+                except (NotFound, DataLoss) as error:
+                    if isinstance(error, NotFound) and not is_absent(error):
+                        raise  # Erased, perhaps with this turn.
                     raise_unless_gone(error)
                     return await self._execute(CallPlan(plan.own))
         async with self.call.undo_on_refusal(client, CallPlan(own)):
