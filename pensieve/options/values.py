@@ -240,11 +240,18 @@ def _is_node(text: str) -> bool:
 
 
 def existing_file(value: object) -> Path:
-    """Parse the path of a readable file. Absolute, so that a later change of directory does not matter."""
+    """Parse the path of a readable file. Absolute, so that a later change of directory does not matter.
+
+    Links stay in it: a renewal may replace a link on the way and remove the old file, as Kubernetes does.
+    """
     path = user_path(text(value))
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"{path} is not a regular file"
+            )  # a pipe would be waited for, and can be read once
         with path.open("rb"):
-            return path.resolve()
+            return path.absolute()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
 
