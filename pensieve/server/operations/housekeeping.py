@@ -88,6 +88,14 @@ class ManagerNotifier:
 
     def __init__(self, manager: ServiceManager | None) -> None:
         self._manager = manager
+        if manager is not None:
+            # Opened once: a keepalive must not need a descriptor when callers have taken all of them.
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._socket.close()
 
     def notify_ready(self) -> None:
         self._send("READY=1")
@@ -104,9 +112,7 @@ class ManagerNotifier:
     def _send(self, message: str) -> None:
         if self._manager is None:
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.setblocking(False)
-            try:
-                sender.sendto(message.encode(), self._manager.address)
-            except OSError as error:
-                log.warning("the service manager could not be notified of %s: %s", message, error)
+        try:
+            self._socket.sendto(message.encode(), self._manager.address)
+        except OSError as error:
+            log.warning("the service manager could not be notified of %s: %s", message, error)
