@@ -61,7 +61,11 @@ async def reap_orphans(own: Collection[int], interval_s: float = ORPHAN_INTERVAL
     before: set[tuple[int, str]] = set()
     while True:
         await asyncio.sleep(interval_s)
-        found = {zombie for zombie in _zombies() if zombie[0] not in own}
+        try:
+            found = {zombie for zombie in _zombies() if zombie[0] not in own}
+        except OSError as error:  # no descriptor is free
+            log.warning("orphaned processes not looked for: %s", error.strerror)
+            continue
         for pid, _ in found & before:
             with contextlib.suppress(ChildProcessError):  # other code has reaped it
                 os.waitpid(pid, os.WNOHANG)
