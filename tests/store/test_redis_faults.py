@@ -13,6 +13,7 @@ import redis
 
 from pensieve.errors import DataLoss, FailedPrecondition, NotFound, TurnInProgress, Unavailable
 from pensieve.store import Began
+from pensieve.store._redis import link
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
@@ -247,6 +248,30 @@ async def test_few_rights_are_enough(shared_redis: RedisServer, client: redis.Re
             await store.purge_expired()
             await store.delete(KEY)
     finally:
+        client.acl_deluser("pensieve")
+
+
+async def test_settings_that_were_secret_for_a_while_count_again(
+    shared_redis: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: Any = client
+    plain.execute_command("ACL", "SETUSER", "pensieve", "reset", "on", ">pw", "~pv1:*", "+@all")
+    monkeypatch.setattr(link, "SECRET_S", 0.0)
+    try:
+        async with opened_redis(f"redis://pensieve:pw@127.0.0.1:{shared_redis.port}/0") as store:
+            assert store.durability == "local"
+            plain.execute_command("ACL", "SETUSER", "pensieve", "-config")
+            await store.ping()
+            assert store.durability == "unknown"
+            plain.execute_command("ACL", "SETUSER", "pensieve", "+config")
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            with pytest.raises(FailedPrecondition, match="set maxmemory-policy noeviction"):
+                await store.ping()
+            client.config_set("maxmemory-policy", "noeviction")
+            await store.ping()
+            assert store.durability == "local"
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
         client.acl_deluser("pensieve")
 
 
