@@ -80,9 +80,10 @@ NOT_INSTALLED: Final = (
     "this server cannot follow one: llguidance is not installed: pip install 'pensieve[server]'"
 )
 _BY_COST: Final = frozenset(
-    {-signal.SIGPROF, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGILL, -signal.SIGTRAP}
+    {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGILL, -signal.SIGTRAP}
 )
-"""Exit statuses of a process that a grammar has ended: by its limits, or by a stack or an allocator that gave up."""
+"""Exit statuses of a process that a grammar has ended: by its limits, or by a stack or an allocator that gave up. Not
+SIGKILL: it comes from here after ``_PATIENCE_S``, or from a system without memory, and such a grammar may be good."""
 
 _decoder = decoder_for(Checked)
 
