@@ -20,7 +20,7 @@ from support.service.server_process import launched
 
 
 class Flaky(MemoryStore):
-    """Down at the first round."""
+    """Down at the first round, and broken at the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,14 @@ class Flaky(MemoryStore):
         self.rounds += 1
         if self.rounds == 1:
             raise Unavailable("down")
+        if self.rounds == 2:
+            raise RuntimeError("a bug")
         if self.rounds == 3:
             self.third.set()
         return 1
 
 
-async def test_purging_goes_on_after_the_store_was_down() -> None:
+async def test_purging_goes_on_after_the_store_failed() -> None:
     store = Flaky()
     task = asyncio.create_task(purge_forever(store, interval_s=0.001))
     await asyncio.wait_for(store.third.wait(), 10)

@@ -128,6 +128,17 @@ async def test_an_emptied_redis_is_not_a_store_without_sessions(own_redis: Redis
 
 
 @pytest.mark.fault(43)
+async def test_a_redis_that_was_started_again_with_fewer_databases_is_unavailable(
+    own_redis: RedisServer,
+) -> None:
+    async with opened_redis(f"redis://127.0.0.1:{own_redis.port}/3") as store:
+        own_redis.stop()
+        own_redis._options += ("--databases", "1")
+        own_redis.start()
+        with pytest.raises(Unavailable, match="DB index is out of range"):
+            await store.ping()
+
+
 async def test_a_flipped_byte_in_the_append_only_file_is_found(own_redis: RedisServer) -> None:
     """Redis loads such a file without a word."""
     async with opened_redis(own_redis.url) as store:

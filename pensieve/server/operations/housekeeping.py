@@ -15,6 +15,7 @@ from typing import Final
 from pensieve.errors import PensieveError
 from pensieve.lifeline import process_fields
 from pensieve.machine import ServiceManager
+from pensieve.server.failures import report_bug
 from pensieve.store import HistoryStore
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,16 @@ ORPHAN_INTERVAL_S: Final = 5.0
 
 
 async def purge_forever(store: HistoryStore, interval_s: float = PURGE_INTERVAL_S) -> None:
-    """Erase expired sessions every ``interval_s`` until cancelled. If the store is down, retry in the next round."""
+    """Erase expired sessions every ``interval_s`` until cancelled. After any error, retry in the next round."""
     while True:
         await asyncio.sleep(interval_s)
         try:
             purged = await store.purge_expired()
         except PensieveError as error:
             log.warning("expired sessions not erased: %s", error.reason)
+            continue
+        except Exception as error:
+            report_bug(error, "erasing expired sessions")
             continue
         if purged:
             log.info("expired sessions erased: %d", purged)
