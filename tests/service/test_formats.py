@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from pensieve.client import AsyncClient
 from pensieve.core import CandidateChoice
 from pensieve.engine.messages import Failed
-from pensieve.errors import Internal, InvalidArgument, PermissionDenied
+from pensieve.errors import Internal, InvalidArgument, PermissionDenied, ResourceExhausted
 from pensieve.http.common.failures import failure_from_error
 from pensieve.server.grammars.checker import MAX_DEPTH, GrammarChecker, is_too_deep
 from pensieve.server.grammars.process import COMPILE_CPU_S
@@ -196,6 +197,19 @@ async def test_a_grammar_without_end_costs_its_caller_only(checker: GrammarCheck
     )
     assert found[2:] == [None, None]
     assert all(one is not None for one in found[:2]), found
+
+
+async def test_a_process_that_cannot_be_started_now_is_told(checker: GrammarChecker) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    grammar = in_form(FormatKind.REGEX, "a")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(ResourceExhausted, match="Too many open files") as refused:
+            await checker.problem("t", grammar)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    assert refused.value.retry_after_s is not None
+    assert await checker.problem("t", grammar) is None
 
 
 async def test_the_process_is_replaced_when_a_grammar_ends_it(

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from pensieve.debug import child_environment
-from pensieve.errors import Internal
+from pensieve.errors import Internal, ResourceExhausted
 from pensieve.frames import HEADER, FrameError, decode, decoder_for, encode_frame, frame_length
 from pensieve.server.child import ChildProcess
 from pensieve.server.grammars.process import Checked, CheckGrammar
@@ -114,7 +114,7 @@ class GrammarChecker:
 
     async def problem(self, tenant: str, text: str) -> str | None:
         """Return the problem of a grammar, given as the ``grammar_text`` of one part; None: it has none. Raises
-        Internal when it cannot be checked."""
+        Internal when it cannot be checked, ResourceExhausted when it cannot be now."""
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if digest not in self._kept:
             async with self._locks[tenant], self._lock:
@@ -132,7 +132,12 @@ class GrammarChecker:
 
     async def _compile(self, text: str) -> str | None:
         if self._compiler is None:
-            self._compiler = await _Compiler.launch(_command, child_environment(failpoints=False))
+            try:
+                self._compiler = await _Compiler.launch(_command, child_environment(failpoints=False))
+            except OSError as error:  # no descriptor is free, or no process
+                raise ResourceExhausted(
+                    f"formats cannot be checked now: {error.strerror}", retry_after_s=1.0
+                ) from error
         compiler = self._compiler
         try:
             async with asyncio.timeout(_PATIENCE_S):
