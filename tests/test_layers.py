@@ -38,6 +38,7 @@ LEAVES: dict[str, set[str]] = {
     "lifeline": set(),
     "logs": {"event_names"},
     "machine": set(),
+    "renewed_files": set(),
     "rpc_status": {"errors"},
     "spawn": {"debug", "extras"},
     "tracing": set(),

@@ -20,7 +20,8 @@ NO_OPTIONS = frozenset({"PENSIEVE_API_KEY", "PENSIEVE_DEBUG", "PENSIEVE_FAILPOIN
 
 
 def silence_grpc() -> None:
-    """Keep gRPC from writing to stderr, such as a line for each failed TLS handshake."""
+    """Keep gRPC from writing to stderr, except for errors. Else any stranger adds a line to a server's log with each
+    failed TLS handshake."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 

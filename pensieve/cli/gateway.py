@@ -110,10 +110,8 @@ def gateway(
     try:
         if files is not None:
             files.context()  # fail before the ready line
-    except (OSError, ValueError) as error:  # includes ssl.SSLError
-        raise click.UsageError(
-            f"--tls-cert, --tls-key: {tls_cert} and {tls_key} are not a PEM certificate and its key ({error})"
-        ) from error
+    except OSError as error:
+        raise click.UsageError(str(error)) from error
     given["max_body_bytes"] <<= 20
     given["tls_identity"] = str(given["tls_identity"] or "")
     for words in ("cors_origins", "hosts"):

@@ -116,8 +116,6 @@ SUBCOMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "top": ("pensieve.cli.top.command", "top", "Show a server's activity live in the terminal."),
 }
 """Subcommand → module, attribute, line in ``pensieve --help``."""
-_CLIENT_COMMANDS: Final = ("chat", "memory", "replay", "sessions")
-"""Commands whose stderr is for the user who typed them. A server's stderr is a log."""
 
 
 class LazyGroup(click.Group):
@@ -130,6 +128,7 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         environment.ignore_forks()
+        environment.silence_grpc()  # both before grpc is imported
         command = self._load(ctx, cmd_name) if cmd_name in SUBCOMMANDS else super().get_command(ctx, cmd_name)
         if command is not None:
             environment.assign_variables(command, cmd_name)
@@ -137,8 +136,6 @@ class LazyGroup(click.Group):
         return command
 
     def _load(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        if cmd_name in _CLIENT_COMMANDS:
-            environment.silence_grpc()  # before grpc is imported
         module, attribute, _ = SUBCOMMANDS[cmd_name]
         try:
             command = getattr(importlib.import_module(module), attribute)

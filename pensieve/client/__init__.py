@@ -5,7 +5,7 @@ decides what to send and how to react to each message or failure. ``_sync_link``
 on a channel. ``decode`` turns responses into values. Unary calls are in ``_flows``, the keyword options in
 ``arguments``, lines of exports in ``_exports``. Errors are the classes of ``pensieve.errors``.
 
-May import: core, errors, rpc_status, speech, tracing, v1.
+May import: core, errors, renewed_files, rpc_status, speech, tracing, v1.
 """
 
 from pensieve.client._aio import AsyncClient, AsyncSession

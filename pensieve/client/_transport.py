@@ -70,7 +70,7 @@ class ClientSettings:
 
     @property
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """None for plain text. Raises OSError or ValueError for a file that cannot be used."""
+        """None for plain text. Raises OSError for a file that cannot be used."""
         if isinstance(self.credentials, Path):
             return identity_credentials(self.credentials)
         if self.credentials is not None:

@@ -6,5 +6,6 @@ sessions and turns, and its caches only save lookups. Bodies are decoded into ``
 every field and name the wrong one. Answers are plain dictionaries; the tests check them against the types of
 both SDKs.
 
-May import: client, config, core, errors, grpc_thread, hosts, lifeline, logs, rpc_status, speech, tracing.
+May import: client, config, core, errors, grpc_thread, hosts, lifeline, logs, renewed_files, rpc_status, speech,
+tracing.
 """

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, cast
 
 import uvicorn
 from starlette.applications import Starlette
 
 from pensieve.client import AsyncClient, RetryPolicy
-from pensieve.client.identity import no_password
 from pensieve.config import DoorSettings
 from pensieve.errors import PensieveError
 from pensieve.grpc_thread import end_grpc_thread
@@ -32,53 +28,20 @@ from pensieve.http.common.entrance import is_known_caller, starts_with_known_key
 from pensieve.http.connections import Connections
 from pensieve.http.wire import make_protocol
 from pensieve.logs import AcceptErrorFilter
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM files. With ``client_ca`` every client must present a certificate signed by one of its authorities."""
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def context(self) -> ssl.SSLContext:
-        """Return a context from the files' present content. Raises OSError (``ssl.SSLError`` is one)."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.cert, self.key, no_password)
-        if self.client_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(self.client_ca)
-            # A resumed session presents no certificate, so it would outlive the removal of its authority.
-            context.options |= ssl.OP_NO_TICKET
-            context.num_tickets = 0
-        return context
-
-    def stamp(self) -> tuple[int, ...]:
-        files = (self.cert, self.key, self.client_ca)
-        return tuple(path.stat().st_mtime_ns for path in files if path is not None)
+from pensieve.renewed_files import RenewedTls, TlsFiles
 
 
-def reloading_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return a context that reloads changed files for new connections. Raises OSError when they are invalid now."""
-    outer = current = files.context()
-    known = files.stamp()
+def renewed_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return a context that uses changed files for new connections. Raises OSError when they are invalid now."""
+    tls = RenewedTls(files, files.context)
 
-    def reload(connection: ssl.SSLObject, _name: str | None, _outer: ssl.SSLContext) -> None:
-        nonlocal current, known
-        try:
-            now = files.stamp()
-            if now != known:
-                # Set first: invalid files are logged once, and tried again when they change.
-                known, current = now, files.context()
-        except OSError as error:
-            log.error("certificate not read again, the one in force stays: %s", error)
-        connection.context = current
+    def renew(connection: ssl.SSLObject, _name: str | None, _outer: ssl.SSLContext) -> None:
+        tls.renew()
+        connection.context = tls.current
 
     # Called in every handshake, even without SNI; ssl's types know it with sockets only.
-    outer.sni_callback = cast(Any, reload)
+    outer = files.context()
+    outer.sni_callback = cast(Any, renew)
     return outer
 
 
@@ -248,7 +211,7 @@ def _config(
         # Always set: uvicorn's default trusts callers on this machine, and those that the environment names.
         proxy_headers=bool(proxies),
         forwarded_allow_ips=list(proxies),
-        ssl_context_factory=None if tls is None else lambda _config, _default: reloading_context(tls),
+        ssl_context_factory=None if tls is None else lambda _config, _default: renewed_context(tls),
     )
     config.load()  # now, so that invalid files end the start
     return config

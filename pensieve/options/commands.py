@@ -90,10 +90,8 @@ def tls_identity(envvar: str | None = None) -> Callable[[Any], Any]:
 
             try:
                 identity_credentials(path)
-            except (OSError, ValueError) as error:
-                raise click.BadParameter(
-                    f"{path} is not a PEM file with a certificate and its private key ({error})"
-                ) from error
+            except OSError as error:
+                raise click.BadParameter(str(error)) from error
         return path
 
     return click.option(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from pensieve.config import (
 from pensieve.machine import user_directory, user_path
 from pensieve.options.commands import Completer, complete_words, models
 from pensieve.options.table import HIDDEN_OPTIONS, OFF_SWITCHES, OPTIONS, Option
-from pensieve.options.values import OneOf, is_loopback
+from pensieve.options.values import OneOf, is_loopback, without_secrets
 
 Source = Literal["flag", "environment", "file", "default"]
 Command = Callable[..., Any]
@@ -130,7 +129,8 @@ class Resolved:
             if value is None:
                 lines.append(f"# {option.name} is unset  # {origin}")
             else:
-                written = f"{value:g}{option.unit}" if option.unit else _mask_password(value)
+                shown = without_secrets(value) if isinstance(value, str) else value
+                written = f"{value:g}{option.unit}" if option.unit else shown
                 lines.append(f"{option.name} = {_toml(written)}  # {origin}")
         return "\n".join(lines)
 
@@ -306,12 +306,6 @@ def _check_combinations(options: ServeOptions) -> None:
                     f"--{name}: {address} is not loopback; pass {missing_flag}, "
                     "or --insecure-i-know behind your own protection"
                 )
-
-
-def _mask_password(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", value))
 
 
 def _toml(value: object) -> str:

@@ -48,11 +48,24 @@ def display_name(value: object) -> str:
     return name
 
 
+def without_secrets(url: str) -> str:
+    """Return a value to show: a URL without its password, passwords after ``?``, and all else there unless it is of a
+    store."""
+    if "://" not in url:
+        return url
+    # Up to the last "@": a password that was not encoded may hold any character.
+    shown = re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url)
+    is_store = url.startswith(("redis", "sqlite"))
+    return re.sub(r"(?<=password=)[^&]*" if is_store else r"(?<=\?).*", "***", shown)
+
+
 def http_url(value: object) -> str:
     """Parse ``http://HOST…`` or ``https://HOST…``."""
     url = text(value)
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ValueError(f"expected a URL such as http://127.0.0.1:4318/v1/traces, got {url!r}")
+        raise ValueError(
+            f"expected a URL such as http://127.0.0.1:4318/v1/traces, got {without_secrets(url)!r}"
+        )
     return url
 
 
@@ -229,7 +242,7 @@ def store_url(value: object) -> str:
     except ValueError:  # a port that is not a number
         complete = False
     if not complete:
-        raise ValueError(f"expected {STORE_FORMS}, got {url!r}")
+        raise ValueError(f"expected {STORE_FORMS}, got {without_secrets(url)!r}")
     return url
 
 
@@ -240,11 +253,18 @@ def _is_node(text: str) -> bool:
 
 
 def existing_file(value: object) -> Path:
-    """Parse the path of a readable file. Absolute, so that a later change of directory does not matter."""
+    """Parse the path of a readable file. Absolute, so that a later change of directory does not matter.
+
+    Links stay in it: a renewal may replace a link on the way and remove the old file, as Kubernetes does.
+    """
     path = user_path(text(value))
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"{path} is not a regular file"
+            )  # a pipe would be waited for, and can be read once
         with path.open("rb"):
-            return path.resolve()
+            return path.absolute()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
 

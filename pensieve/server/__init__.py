@@ -6,6 +6,6 @@ without gRPC: ``turns``, admitted by ``admission``, and ``sessions`` over ``hist
 port.
 
 May import: config, core, debug, engine.messages, engine.process, errors, feed, frames,
-grpc_thread, hosts, lifeline, logs, machine, model, options, pensieve, rpc_status, speech, store, tokenizer, tracing,
-v1.
+grpc_thread, hosts, lifeline, logs, machine, model, options, pensieve, renewed_files, rpc_status, speech, store,
+tokenizer, tracing, v1.
 """

@@ -286,18 +286,22 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     loop.set_exception_handler(AcceptErrorFilter())
     signals = asyncio.Queue[signal.Signals]()
     app = App(options, builder=builder)
+    manager = ManagerNotifier(service_manager())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     loop.add_signal_handler(signal.SIGHUP, app.reload_keys)
     try:
-        await _serve_until_signal(app, signals)
+        await _serve_until_signal(app, signals, manager)
     finally:
+        manager.close()
         # uvloop leaves them in place, and through them its loop, the server and gRPC's thread.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
 
-async def _serve_until_signal(app: App, signals: asyncio.Queue[signal.Signals]) -> None:
+async def _serve_until_signal(
+    app: App, signals: asyncio.Queue[signal.Signals], manager: ManagerNotifier
+) -> None:
     stopping = asyncio.create_task(signals.get(), name="signal")
     starting = asyncio.create_task(app.start(), name="start")
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -309,11 +313,10 @@ async def _serve_until_signal(app: App, signals: asyncio.Queue[signal.Signals]) 
     gc.collect()
     gc.freeze()
     app.say_ready()
-    link = ManagerNotifier(service_manager())
-    link.notify_ready()
-    turning = asyncio.create_task(link.feed_watchdog(), name="watchdog")
+    manager.notify_ready()
+    turning = asyncio.create_task(manager.feed_watchdog(), name="watchdog")
     log.info("draining", extra={"signal": (await stopping).name})
-    link.notify_stopping()
+    manager.notify_stopping()
     draining = asyncio.create_task(app.drain(), name="drain")
     again = asyncio.create_task(signals.get(), name="second signal")
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)

@@ -268,8 +268,9 @@ class PrivateFolder:
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise PermissionError(f"{self.path} does not belong to this server") from None
         if not (self.path / _LOCK).exists():
-            os.close(self._lock)
-            self._lock = self._create_lock()
+            # In this order: should there be no room for a new one, the old number must not be closed again.
+            before, self._lock = self._lock, self._create_lock()
+            os.close(before)
 
     def _create_lock(self) -> int:
         new = self.path / "new"

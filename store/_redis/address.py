@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import Connection, SSLConnection, parse_url
 
 Kind = Literal["server", "sentinel", "cluster"]
 
@@ -61,6 +61,10 @@ def parse_address(url: str) -> RedisAddress:
     options: dict[str, Any] = dict(parse_url(f"{protocol}://{user}{at}host/{database}?{urlencode(query)}"))
     for word in ("host", "port", "connection_class"):
         options.pop(word, None)
+    try:
+        (SSLConnection if protocol == "rediss" else Connection)(**options)
+    except TypeError as error:  # redis-py would raise it at the first call
+        raise ValueError(f"unknown option {str(error).rpartition(' ')[2]} after '?'") from None
     if protocol == "rediss":
         options["ssl"] = True
     tls = {name: value for name, value in options.items() if name.startswith("ssl")}

@@ -37,6 +37,8 @@ WAIT_MS = 1000
 BUFFER_LIMIT_S = 5.0
 """How long Redis may keep a change out of its append-only file; it intends at most 2 s."""
 BUFFER_POLL_S = 0.01
+SECRET_S = 60.0
+"""After a user without the right to read Redis' settings, how long until they are asked for again: rights change."""
 
 _SETTINGS = ("maxmemory-policy", "appendonly", "appendfsync", "no-appendfsync-on-rewrite", "save")
 _LEVELS = {"always": "fsync", "everysec": "local"}
@@ -44,6 +46,8 @@ _REFUSES_WRITES = ("MISCONF", "OOM")
 _FORBIDDEN = ("unknown command", "ACL failure in script", "can't run this command")
 _PASSING = (
     *("BUSY", "NOREPLICAS", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN", "CLUSTERDOWN", "ASK"),
+    # Redis was started again with other settings: fewer databases, or no user for callers from elsewhere.
+    *("DB index is out of range", "DENIED"),
     # The primary became a replica before WAIT, or while it waited.
     *("WAIT cannot be used with replica", "UNBLOCKED"),
 )
@@ -188,7 +192,8 @@ class RedisLink:
         self._hangs = False
         self._replaced = False
         self._settings: list[Any] | None = None
-        self._settings_are_secret = False
+        self._secret_until_s: float | None = None
+        """When to ask for the settings again, by the event loop's clock. None: the last answer was one."""
         self._scripts: dict[str, _Script] = {}
         self._client = make_client(
             self._place, timeout_s=socket_timeout_s, retries=retries, on_connect=self._on_connect
@@ -425,7 +430,8 @@ class RedisLink:
 
     async def _check_settings(self, *, count_errors: bool = True) -> None:
         """Refuse a Redis that may evict; find out the durability of acknowledged writes."""
-        if self._settings_are_secret:
+        now_s = asyncio.get_running_loop().time()
+        if self._secret_until_s is not None and now_s < self._secret_until_s:
             return
         try:
             async with self._limited(count_errors=count_errors):
@@ -433,12 +439,14 @@ class RedisLink:
         except FailedPrecondition as error:
             if error.reason != "STORE_FORBIDDEN":
                 raise
-            log.warning(
-                "Redis at %s: CONFIG GET is not allowed, durability is unknown: %s", self.address, error
-            )
-            self._settings_are_secret = True
+            if self._secret_until_s is None:
+                log.warning(
+                    "Redis at %s: CONFIG GET is not allowed, durability is unknown: %s", self.address, error
+                )
+            self._settings, self._secret_until_s = None, now_s + SECRET_S
             weakest = "unknown"
         else:
+            self._secret_until_s = None
             if raw == self._settings:
                 return
             self._settings = None  # an unsafe setting is reported every time

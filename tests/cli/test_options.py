@@ -325,10 +325,27 @@ def test_print_config_shows_no_password() -> None:
     text = resolve({"store": "redis://user:s3cret@127.0.0.1:6379/0"}).render()
     assert "s3cret" not in text
     assert "redis://user:***@127.0.0.1:6379/0" in text
+    assert "s3cret" not in resolve({"traces": "http://u:s3cret@127.0.0.1:4318/v1/traces?key=s3cret"}).render()
     several = "redis+sentinel://u:s3cret@a:1,[::1],c/history?sentinel_password=s3cret&replicas=1"
     text = resolve({"store": several}).render()
     assert "s3cret" not in text
     assert "redis+sentinel://u:***@a:1,[::1],c/history?sentinel_password=***&replicas=1" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "url"),
+    [
+        *(("store", "redis://user:s3cret@127.0.0.1:none/0"), ("store", "redis://:s3c/s3cret@127.0.0.1/0")),
+        *(
+            ("store", "rediz://:s3cret@a/0?password=s3cret"),
+            ("traces", "ftp://u:s3cret@a/v1/traces?key=s3cret"),
+        ),
+    ],
+)
+def test_an_error_shows_no_password(option: str, url: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        resolve({option: url})
+    assert ":***@" in caught.value.message and "s3cret" not in caught.value.message
 
 
 def test_engine_options_carry_every_shared_value() -> None:

@@ -188,3 +188,17 @@ def test_connections_are_shared_until_the_file_changes(tmp_path: Path) -> None:
     stamp = path.stat().st_mtime_ns + 1
     os.utime(path, ns=(stamp, stamp))
     assert identity_credentials(path) is not first
+
+
+def test_a_file_that_is_being_renewed_costs_no_new_connection(tmp_path: Path) -> None:
+    """The HTTP door makes a client for each new caller."""
+    ours = authority(tmp_path, "ours")
+    path = combined(tmp_path, *signed(tmp_path, ours, "one", "/CN=one"))
+    first = identity_credentials(path)
+    whole = combined(tmp_path, *signed(tmp_path, ours, "two", "/CN=two")).read_bytes()
+    path.write_bytes(whole[:300])
+    assert identity_credentials(path) is first
+    path.unlink()
+    assert identity_credentials(path) is first
+    path.write_bytes(whole)
+    assert identity_credentials(path) is not first

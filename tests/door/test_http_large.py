@@ -99,6 +99,25 @@ async def test_small_bodies_are_read_at_once() -> None:
     read_by.close()
 
 
+async def test_a_thread_that_the_system_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    data = json.dumps({"input": "hi", **FILLING}).encode()
+    read_by = BodyReader(len(data))
+
+    async def read() -> str:
+        return await read_by.read(request_with(data), ResponseRequest, lambda body: str(body.input))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(HttpFailure) as refused:
+            await read()
+        assert refused.value.code == "server_overloaded"
+    assert await read() == "hi"
+    read_by.close()
+
+
 async def test_what_is_wrong_with_a_large_body_is_told() -> None:
     async with door() as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
         for route, body, param in (

@@ -137,6 +137,21 @@ async def test_work_that_fails_tells_its_caller_and_frees_its_thread(bench: Benc
             await asyncio.wait_for(bench.lanes.run("a", LONG, fails), 30)
 
 
+async def test_texts_are_processed_again_when_threads_can_be_started(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none_left)
+        for _ in range(5):
+            with pytest.raises(ResourceExhausted, match="can't start new thread") as refused:
+                await asyncio.wait_for(bench.lanes.run("a", 1, lambda _: None), 30)
+            assert refused.value.retry_after_s is not None
+    assert await asyncio.wait_for(bench.lanes.run("a", 1, lambda _: 7), 30) == 7
+
+
 async def test_what_waits_is_bounded_per_tenant(bench: Bench) -> None:
     for _ in range(MAX_WAITING_CHARS // 1_000_000 + 1):
         bench.ask("flood", 1_000_000)

@@ -86,6 +86,39 @@ async def test_of_many_at_once_no_more_get_through_than_there_is_room_for(
         assert (await rig.store.usage("acme")).sessions == 5
 
 
+async def test_answers_of_the_store_that_overlap_miss_no_session() -> None:
+    """A session is completed between two of them; a third caller has the older answer."""
+    async with serving(tenants=table(max_sessions=1)) as rig:
+        create, usage = rig.store.create, rig.store.usage
+        asked, made = asyncio.Event(), asyncio.Event()
+
+        async def slow_create(*args: Any) -> Any:
+            await asked.wait()
+            return await create(*args)
+
+        async def slow_usage(tenant: str) -> Any:
+            found = await usage(tenant)
+            asked.set()
+            await made.wait()
+            return found
+
+        rig.store.create = slow_create
+        first = asyncio.create_task(rig.create())
+        async with asyncio.timeout(30):
+            while not rig.conversations.quotas._being_made["acme"]:
+                await asyncio.sleep(0.01)
+            rig.store.usage = slow_usage
+            others = [asyncio.create_task(rig.create())]
+            await first
+            others.append(asyncio.create_task(rig.create()))
+            await asyncio.sleep(0.1)
+            made.set()
+            for error in await asyncio.gather(*others, return_exceptions=True):
+                assert isinstance(error, Exception)
+        rig.store.usage = usage
+        assert (await rig.store.usage("acme")).sessions == 1
+
+
 async def fill(rig: Rig, name: str) -> pb.TurnSpec:
     """Turns until one is refused; the last that was not."""
     done = spec("x" * 40)

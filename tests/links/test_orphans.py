@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from pensieve.server.child import CHILDREN
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
@@ -96,6 +98,24 @@ def test_the_status_of_an_own_child_is_not_taken() -> None:
         asyncio.run(main())
     """)
     assert said == ["5", "7 True"]
+
+
+@pytest.mark.fault(34)
+def test_orphans_are_looked_for_again_when_files_are_free() -> None:
+    said = run("""
+        import resource
+        async def main():
+            task = asyncio.create_task(reap_orphans(CHILDREN, 0.05))
+            pid = orphan("true")
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            await asyncio.sleep(0.5)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            await gone(pid)
+            print(task.done())
+        asyncio.run(main())
+    """)
+    assert said == ["False"]
 
 
 def test_a_child_of_a_library_has_time_to_be_waited_for() -> None:

@@ -26,6 +26,7 @@ from pensieve.store import Key
 from support.engine.fake_engine import Script
 from support.otlp import Collector, collecting
 from support.service.server_process import ServerProcess, launched
+from support.store.redis_server import free_port
 
 SECRET = "the-cat-is-called-Rex"
 
@@ -182,6 +183,19 @@ async def test_a_collector_that_answers_without_end_does_not_hold_up_the_end(
     enough.set()
     await closed.wait()
     server.close()
+
+
+async def test_a_collector_that_is_away_costs_no_secret(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenTelemetry names the whole URL in its warning."""
+    caplog.set_level("DEBUG")
+    url = f"http://user:s3cret@127.0.0.1:{free_port()}/v1/traces?key=s3cret"
+    traces = open_traces(url, model="m", version="1", instance="i")
+    traces._tracer.start_span("one").end()
+    await traces.close()
+    assert "/v1/traces?***" in caplog.text
+    assert "s3cret" not in caplog.text
 
 
 def test_what_is_missing_is_said_in_a_line_that_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,26 @@ def test_sockets_of_a_killed_server_are_removed_by_the_next(
     assert not first.path.exists() and not second.path.exists()
 
 
+def test_a_lock_that_cannot_be_made_again_closes_no_other_file(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    folder = PrivateFolder()
+    (folder.path / "lock").unlink()
+    (folder.path / "new").mkdir()  # so that no file can be made
+    files = []
+    for _ in range(2):
+        with pytest.raises(OSError):
+            folder.restore()
+        files.append((short_path / "other").open("w"))
+    (folder.path / "new").rmdir()
+    folder.restore()
+    for file in files:
+        file.close()
+    assert (folder.path / "lock").exists()
+    folder.close()
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 def test_files_that_are_no_pair_are_told_as_that(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "own")

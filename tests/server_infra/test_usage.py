@@ -179,7 +179,15 @@ async def test_metrics_show_what_tenants_hold() -> None:
         book = rig.conversations.usage
         metrics = Metrics(by_tenant=True)
         assert metrics.watch_usage(book) and not Metrics().watch_usage(book)
-        watching = asyncio.create_task(book.watch())
+        usage, failures = rig.store.usage, iter([RuntimeError("a bug")])
+
+        async def fails_once(tenant: str) -> TenantUsage:
+            for failure in failures:
+                raise failure
+            return await usage(tenant)
+
+        rig.store.usage = fails_once
+        watching = asyncio.create_task(book.watch(0.01))
         async with asyncio.timeout(LIMIT_S):
             while not book.latest:
                 await asyncio.sleep(0.01)

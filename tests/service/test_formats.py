@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
+import signal
 from typing import Any
 
 import pytest
@@ -13,9 +16,9 @@ from hypothesis import strategies as st
 from pensieve.client import AsyncClient
 from pensieve.core import CandidateChoice
 from pensieve.engine.messages import Failed
-from pensieve.errors import InvalidArgument, PermissionDenied
+from pensieve.errors import Internal, InvalidArgument, PermissionDenied, ResourceExhausted
 from pensieve.http.common.failures import failure_from_error
-from pensieve.server.grammars.checker import MAX_DEPTH, TOO_COSTLY, GrammarChecker, is_too_deep
+from pensieve.server.grammars.checker import MAX_DEPTH, GrammarChecker, is_too_deep
 from pensieve.server.grammars.process import COMPILE_CPU_S
 from pensieve.server.keys import READ, WRITE
 from pensieve.server.links.generations import _failure as failure_of
@@ -196,6 +199,19 @@ async def test_a_grammar_without_end_costs_its_caller_only(checker: GrammarCheck
     assert all(one is not None for one in found[:2]), found
 
 
+async def test_a_process_that_cannot_be_started_now_is_told(checker: GrammarChecker) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    grammar = in_form(FormatKind.REGEX, "a")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(ResourceExhausted, match="Too many open files") as refused:
+            await checker.problem("t", grammar)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    assert refused.value.retry_after_s is not None
+    assert await checker.problem("t", grammar) is None
+
+
 async def test_the_process_is_replaced_when_a_grammar_ends_it(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,9 +219,14 @@ async def test_the_process_is_replaced_when_a_grammar_ends_it(
     assert await checker.problem("t", good) is None
     compiler = checker._compiler
     assert compiler is not None
-    asking = asyncio.create_task(checker.problem("t", in_form(FormatKind.REGEX, "b")))
+    killed_in = in_form(FormatKind.REGEX, "b")
+    os.kill(compiler.pid, signal.SIGSTOP)  # so that it cannot answer before
+    asking = asyncio.create_task(checker.problem("t", killed_in))
+    await asyncio.sleep(0)
     compiler.kill()
-    assert await asking in (None, TOO_COSTLY)
+    with pytest.raises(Internal):
+        await asking
+    assert await checker.problem("t", killed_in) is None, "it may be good: the kill is not remembered"
     assert await checker.problem("t", in_form(FormatKind.REGEX, "c")) is None
     assert checker._compiler is not compiler
     assert await checker.problem("t", good) is None and 0 < COMPILE_CPU_S < 10

@@ -13,6 +13,7 @@ import redis
 
 from pensieve.errors import DataLoss, FailedPrecondition, NotFound, TurnInProgress, Unavailable
 from pensieve.store import Began
+from pensieve.store._redis import link
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
@@ -127,6 +128,17 @@ async def test_an_emptied_redis_is_not_a_store_without_sessions(own_redis: Redis
 
 
 @pytest.mark.fault(43)
+async def test_a_redis_that_was_started_again_with_fewer_databases_is_unavailable(
+    own_redis: RedisServer,
+) -> None:
+    async with opened_redis(f"redis://127.0.0.1:{own_redis.port}/3") as store:
+        own_redis.stop()
+        own_redis._options += ("--databases", "1")
+        own_redis.start()
+        with pytest.raises(Unavailable, match="DB index is out of range"):
+            await store.ping()
+
+
 async def test_a_flipped_byte_in_the_append_only_file_is_found(own_redis: RedisServer) -> None:
     """Redis loads such a file without a word."""
     async with opened_redis(own_redis.url) as store:
@@ -247,6 +259,30 @@ async def test_few_rights_are_enough(shared_redis: RedisServer, client: redis.Re
             await store.purge_expired()
             await store.delete(KEY)
     finally:
+        client.acl_deluser("pensieve")
+
+
+async def test_settings_that_were_secret_for_a_while_count_again(
+    shared_redis: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: Any = client
+    plain.execute_command("ACL", "SETUSER", "pensieve", "reset", "on", ">pw", "~pv1:*", "+@all")
+    monkeypatch.setattr(link, "SECRET_S", 0.0)
+    try:
+        async with opened_redis(f"redis://pensieve:pw@127.0.0.1:{shared_redis.port}/0") as store:
+            assert store.durability == "local"
+            plain.execute_command("ACL", "SETUSER", "pensieve", "-config")
+            await store.ping()
+            assert store.durability == "unknown"
+            plain.execute_command("ACL", "SETUSER", "pensieve", "+config")
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            with pytest.raises(FailedPrecondition, match="set maxmemory-policy noeviction"):
+                await store.ping()
+            client.config_set("maxmemory-policy", "noeviction")
+            await store.ping()
+            assert store.durability == "local"
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
         client.acl_deluser("pensieve")
 
 

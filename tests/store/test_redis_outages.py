@@ -380,6 +380,7 @@ def test_the_forms_of_a_url() -> None:
         *("redis+sentinel://a,b", "redis+sentinel:///history", "redis+cluster://a/1", "redis://a,b/0"),
         *("redis://a/0/1", "redis://a/x", "redis+other://a/0", "redis://a/0?replicas=-1", "redis://a:x/0"),
         *("redis://a/0?replicas=99", "redis://a/0?replicas=two"),
+        *("redis://a/0?unknown=1", "redis://a/0?max_connections=9", "redis://a/0?ssl_ca_certs=/ca"),
     ],
 )
 def test_other_urls_are_refused(url: str) -> None:

@@ -179,7 +179,11 @@ class BodyReader:
         if request.state.body_bytes <= SMALL_BYTES:
             return work(*args, **named)
         job = partial(work, *args, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        try:
+            done = asyncio.get_running_loop().run_in_executor(self._thread, job)
+        except RuntimeError as error:
+            raise _overloaded(f"large bodies cannot be read now: {error}") from error
+        return await done
 
     def close(self) -> None:
         """Stop the thread. No large body can be read afterwards."""

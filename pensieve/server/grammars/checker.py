@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from pensieve.debug import child_environment
-from pensieve.errors import Internal
+from pensieve.errors import Internal, ResourceExhausted
 from pensieve.frames import HEADER, FrameError, decode, decoder_for, encode_frame, frame_length
 from pensieve.server.child import ChildProcess
 from pensieve.server.grammars.process import Checked, CheckGrammar
@@ -77,9 +77,10 @@ NOT_INSTALLED: Final = (
     "this server cannot follow one: llguidance is not installed: pip install 'pensieve[server]'"
 )
 _BY_COST: Final = frozenset(
-    {-signal.SIGPROF, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGILL, -signal.SIGTRAP}
+    {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGILL, -signal.SIGTRAP}
 )
-"""Exit statuses of a process that a grammar has ended: by its limits, or by a stack or an allocator that gave up."""
+"""Exit statuses of a process that a grammar has ended: by its limits, or by a stack or an allocator that gave up. Not
+SIGKILL: it comes from here after ``_PATIENCE_S``, or from a system without memory, and such a grammar may be good."""
 
 _decoder = decoder_for(Checked)
 
@@ -110,7 +111,7 @@ class GrammarChecker:
 
     async def problem(self, tenant: str, text: str) -> str | None:
         """Return the problem of a grammar, given as the ``grammar_text`` of one part; None: it has none. Raises
-        Internal when it cannot be checked."""
+        Internal when it cannot be checked, ResourceExhausted when it cannot be now."""
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if digest not in self._kept:
             async with self._locks[tenant], self._lock:
@@ -128,7 +129,12 @@ class GrammarChecker:
 
     async def _compile(self, text: str) -> str | None:
         if self._compiler is None:
-            self._compiler = await _Compiler.launch(_command, child_environment(failpoints=False))
+            try:
+                self._compiler = await _Compiler.launch(_command, child_environment(failpoints=False))
+            except OSError as error:  # no descriptor is free, or no process
+                raise ResourceExhausted(
+                    f"formats cannot be checked now: {error.strerror}", retry_after_s=1.0
+                ) from error
         compiler = self._compiler
         try:
             async with asyncio.timeout(_PATIENCE_S):

@@ -90,7 +90,15 @@ class _Lane:
                 raise CallerLeft
 
         loop = asyncio.get_running_loop()
-        done = loop.run_in_executor(self._threads, work, check)
+        try:
+            done = loop.run_in_executor(self._threads, work, check)
+        except (
+            RuntimeError
+        ) as error:  # the system starts no more threads; a later call may find the work in the queue
+            caller_left.set()
+            self._release_thread(tenant)
+            self._dispatch()
+            raise ResourceExhausted(f"texts cannot be processed now: {error}", retry_after_s=1.0) from error
         # The thread is free when the work has ended, even if its caller has left.
         done.add_done_callback(functools.partial(self._on_done, tenant))
         try:

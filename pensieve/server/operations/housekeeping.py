@@ -15,6 +15,7 @@ from typing import Final
 from pensieve.errors import PensieveError
 from pensieve.lifeline import process_fields
 from pensieve.machine import ServiceManager
+from pensieve.server.failures import report_bug
 from pensieve.store import HistoryStore
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,16 @@ ORPHAN_INTERVAL_S: Final = 5.0
 
 
 async def purge_forever(store: HistoryStore, interval_s: float = PURGE_INTERVAL_S) -> None:
-    """Erase expired sessions every ``interval_s`` until cancelled. If the store is down, retry in the next round."""
+    """Erase expired sessions every ``interval_s`` until cancelled. After any error, retry in the next round."""
     while True:
         await asyncio.sleep(interval_s)
         try:
             purged = await store.purge_expired()
         except PensieveError as error:
             log.warning("expired sessions not erased: %s", error.reason)
+            continue
+        except Exception as error:
+            report_bug(error, "erasing expired sessions")
             continue
         if purged:
             log.info("expired sessions erased: %d", purged)
@@ -61,7 +65,11 @@ async def reap_orphans(own: Collection[int], interval_s: float = ORPHAN_INTERVAL
     before: set[tuple[int, str]] = set()
     while True:
         await asyncio.sleep(interval_s)
-        found = {zombie for zombie in _zombies() if zombie[0] not in own}
+        try:
+            found = {zombie for zombie in _zombies() if zombie[0] not in own}
+        except OSError as error:  # no descriptor is free
+            log.warning("orphaned processes not looked for: %s", error.strerror)
+            continue
         for pid, _ in found & before:
             with contextlib.suppress(ChildProcessError):  # other code has reaped it
                 os.waitpid(pid, os.WNOHANG)
@@ -88,6 +96,14 @@ class ManagerNotifier:
 
     def __init__(self, manager: ServiceManager | None) -> None:
         self._manager = manager
+        if manager is not None:
+            # Opened once: a keepalive must not need a descriptor when callers have taken all of them.
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._socket.close()
 
     def notify_ready(self) -> None:
         self._send("READY=1")
@@ -104,9 +120,7 @@ class ManagerNotifier:
     def _send(self, message: str) -> None:
         if self._manager is None:
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.setblocking(False)
-            try:
-                sender.sendto(message.encode(), self._manager.address)
-            except OSError as error:
-                log.warning("the service manager could not be notified of %s: %s", message, error)
+        try:
+            self._socket.sendto(message.encode(), self._manager.address)
+        except OSError as error:
+            log.warning("the service manager could not be notified of %s: %s", message, error)

@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import importlib.util
 import logging
+import re
 import threading
 import time
 from typing import Any, Final
@@ -49,6 +50,8 @@ def log_turn(end: TurnEnd) -> None:
 
 _MODULES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
+_URL_LOGGERS: Final = (_MODULES[1], "urllib3.connectionpool")
+"""Loggers that name the URL."""
 EXPORT_TIMEOUT_S: Final = 3
 CLOSE_S: Final = 4
 """For the last spans, when the server ends: one export that fails, and a little."""
@@ -131,12 +134,20 @@ def open_traces(endpoint: str, *, model: str, version: str, instance: str) -> Tu
         resources = importlib.import_module("opentelemetry.sdk.resources")
     except ImportError as error:
         raise TracesError(f"--traces: needs {error.name}: pip install 'pensieve[otel]'") from error
+    for name in _URL_LOGGERS:
+        logging.getLogger(name).addFilter(_without_query)
     names = {"service.name": "pensieve", "service.version": version, "service.instance.id": instance}
     provider = sdk.TracerProvider(resource=resources.Resource.create(names), shutdown_on_exit=False)
     provider.add_span_processor(
         export.BatchSpanProcessor(exporter.OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
     )
     return TurnTraces(provider, model)
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    """Filter of a log, which takes out what a URL has after ``?``: it may be a key of the collector."""
+    record.msg, record.args = re.sub(r"\?[^\s\"')]+", "?***", record.getMessage()), ()
+    return True
 
 
 def _receipt(end: TurnEnd) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pensieve.errors import PensieveError
+from pensieve.server.failures import report_bug
 from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, TenantUsage
 
@@ -81,7 +82,10 @@ class UsageTracker:
 
     async def watch(self, interval_s: float = POLL_S) -> None:
         while True:
-            self.latest = await self.for_all_tenants()
+            try:
+                self.latest = await self.for_all_tenants()
+            except Exception as error:
+                report_bug(error, "reading the usage of tenants")
             await asyncio.sleep(interval_s)
 
     async def _read(self, tenants: list[str]) -> list[TenantUse]:

@@ -24,7 +24,11 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from pensieve.errors import PensieveError, PermissionDenied, Unauthenticated
+<<<<<<< HEAD
 from pensieve.hosts import owned_network
+=======
+from pensieve.renewed_files import file_stamp
+>>>>>>> w12-ops
 from pensieve.server.keys import (
     ADMIN,
     ALL_SCOPES,
@@ -274,8 +278,7 @@ class Authenticator:
     def _file_stamp(self) -> tuple[int, int, int]:
         if self._path is None:
             return (0, 0, 0)
-        status = self._path.stat()
-        return (status.st_mtime_ns, status.st_size, status.st_ino)
+        return file_stamp(self._path)
 
 
 def _digest(entry: Credential) -> str:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import logging
 import resource
 import socket
-import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -38,7 +37,8 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-log = logging.getLogger(__name__)
+from pensieve.renewed_files import RenewedTls, TlsFiles
+
 _GRPC_LOG: Final = logging.getLogger("grpc._cython.cygrpc")
 
 RESERVED_FILES: Final = 256
@@ -140,39 +140,23 @@ def check_free(address: str) -> None:
 def tls_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
     """Return TLS credentials from PEM files. Renewed files are used from the next connection on.
 
-    With ``client_ca`` every client must show a certificate signed by one of these authorities. Raises OSError, and
-    BindError for files that are not a certificate and its key.
+    With ``client_ca`` every client must show a certificate signed by one of these authorities. Raises BindError for
+    files that cannot be used.
     """
-
-    def stamp() -> tuple[int, ...]:
-        return tuple(path.stat().st_mtime_ns for path in (cert, key, client_ca) if path is not None)
+    files = TlsFiles(cert, key, client_ca)
 
     def load() -> grpc.ServerCertificateConfiguration:
+        files.context()  # gRPC would name neither the file nor the fault, and takes no authorities for some
         pairs = [(key.read_bytes(), cert.read_bytes())]
         roots = None if client_ca is None else client_ca.read_bytes()
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)
 
-    try:  # gRPC would report only that the port cannot be bound
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
-    except ssl.SSLError as error:
-        raise BindError(
-            f"--tls-cert, --tls-key: {cert} and {key} are not a certificate in PEM and its key"
-        ) from error
-    loaded_stamp = stamp()
-
-    def renewed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal loaded_stamp
-        try:
-            now = stamp()
-            if now == loaded_stamp:
-                return None
-            configuration = load()
-        except OSError as error:
-            log.error("the certificate could not be read again; the present one stays in use: %s", error)
-            return None
-        loaded_stamp = now
-        return configuration
-
+    try:
+        tls = RenewedTls(files, load)
+    except OSError as error:
+        raise BindError(str(error)) from error
     return grpc.dynamic_ssl_server_credentials(
-        load(), renewed, require_client_authentication=client_ca is not None
+        tls.current,
+        lambda: tls.current if tls.renew() else None,
+        require_client_authentication=client_ca is not None,
     )

@@ -6,8 +6,9 @@ added. A repeated request for an existing session or a committed turn uses no qu
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -31,6 +32,7 @@ class StorageQuotas:
         self._tenants = tenants
         self._monotonic = monotonic
         self._known: dict[str, tuple[float, TenantUsage]] = {}
+        self._asking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._being_made: Counter[str] = Counter()
         self._made_since: Counter[str] = Counter()
         """Sessions created here since the store was asked."""
@@ -87,6 +89,11 @@ class StorageQuotas:
         return quota_exceeded(tenant, "max_stored_bytes", f"{most} bytes stored", RETRY_S)
 
     async def _usage(self, tenant: str) -> TenantUsage:
+        # One at a time: the answer to an earlier call would lack what was created before a later one began to count.
+        async with self._asking[tenant]:
+            return await self._usage_now(tenant)
+
+    async def _usage_now(self, tenant: str) -> TenantUsage:
         now = self._monotonic()
         known = self._known.get(tenant)
         if known is not None and now - known[0] < USAGE_MAX_AGE_S:
