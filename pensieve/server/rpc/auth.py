@@ -24,11 +24,8 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from pensieve.errors import PensieveError, PermissionDenied, Unauthenticated
-<<<<<<< HEAD
 from pensieve.hosts import owned_network
-=======
 from pensieve.renewed_files import file_stamp
->>>>>>> w12-ops
 from pensieve.server.keys import (
     ADMIN,
     ALL_SCOPES,
