@@ -127,7 +127,6 @@ async def test_an_emptied_redis_is_not_a_store_without_sessions(own_redis: Redis
             await anew.load(KEY)
 
 
-@pytest.mark.fault(43)
 async def test_a_redis_that_was_started_again_with_fewer_databases_is_unavailable(
     own_redis: RedisServer,
 ) -> None:
@@ -139,6 +138,7 @@ async def test_a_redis_that_was_started_again_with_fewer_databases_is_unavailabl
             await store.ping()
 
 
+@pytest.mark.fault(43)
 async def test_a_flipped_byte_in_the_append_only_file_is_found(own_redis: RedisServer) -> None:
     """Redis loads such a file without a word."""
     async with opened_redis(own_redis.url) as store:
