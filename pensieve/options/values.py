@@ -260,9 +260,8 @@ def existing_file(value: object) -> Path:
     path = user_path(text(value))
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ValueError(
-                f"{path} is not a regular file"
-            )  # a pipe would be waited for, and can be read once
+            # A pipe would be waited for, and can be read once.
+            raise ValueError(f"{path} is not a regular file")
         with path.open("rb"):
             return path.absolute()
     except OSError as error:

@@ -92,9 +92,8 @@ class _Lane:
         loop = asyncio.get_running_loop()
         try:
             done = loop.run_in_executor(self._threads, work, check)
-        except (
-            RuntimeError
-        ) as error:  # the system starts no more threads; a later call may find the work in the queue
+        except RuntimeError as error:
+            # The system starts no more threads. A later call may find the work in the queue.
             caller_left.set()
             self._release_thread(tenant)
             self._dispatch()
