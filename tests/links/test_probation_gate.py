@@ -1,4 +1,4 @@
-"""The turnstile: suspects go in one at a time, whatever becomes of those that wait."""
+"""The probation gate: suspects go in one at a time, whatever becomes of those that wait."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from support.service.listener import Listener
 
 
 class Gate:
-    """A turnstile with an engine that takes what it is sent, and the listeners of its generations."""
+    """A probation gate with an engine that takes what it is sent, and the listeners of its generations."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
         self.refuse: PensieveError | None = None
         self.generations = Generations(lambda request, candidate: None)
-        self.turnstile = ProbationGate(self._take, self.generations.fail)
-        self.generations.on_closed = lambda one, finished: self.turnstile.on_closed(one, finished=finished)
+        self.probation = ProbationGate(self._take, self.generations.fail)
+        self.generations.on_closed = lambda one, finished: self.probation.on_closed(one, finished=finished)
 
     def _take(self, command: Submit) -> None:
         if self.refuse is not None:
@@ -30,20 +30,20 @@ class Gate:
     def enter(self, origin: str) -> OpenGeneration:
         generation = self.generations.open(Listener())
         command = Submit(generation.request, "s", b"", 0, Sampling(), origin=origin)
-        self.turnstile.check(command)
-        self.turnstile.enter(generation, command)
+        self.probation.check(command)
+        self.probation.enter(generation, command)
         return generation
 
     def say(self, generation: OpenGeneration, tokens: int) -> None:
         self.generations.dispatch([Output(generation.request, tuple(range(tokens)))])
-        self.turnstile.on_tokens()
+        self.probation.on_tokens()
 
     def finish(self, generation: OpenGeneration) -> None:
         self.generations.dispatch([Finished(generation.request, FinishReason.EOS, Usage())])
 
     def die(self, *batch: OpenGeneration) -> None:
-        self.turnstile.on_step_begin(one.request for one in batch)
-        guilty = self.turnstile.on_engine_lost(killed_externally=False)
+        self.probation.on_step_begin(one.request for one in batch)
+        guilty = self.probation.on_engine_lost(killed_externally=False)
         if guilty is not None:
             self.generations.fail(guilty, Internal("guilty"))
         self.generations.fail_all(lambda: Internal("restarting"))
@@ -90,9 +90,9 @@ async def test_who_left_while_the_engine_was_at_work_on_it_is_still_a_suspect() 
     gate = Gate()
     for _ in range(2):
         bad = gate.enter("bad")
-        gate.turnstile.on_step_begin([bad.request])
+        gate.probation.on_step_begin([bad.request])
         bad.cancel()
-        assert gate.turnstile.on_engine_lost(killed_externally=False) is (bad if _ else None)
+        assert gate.probation.on_engine_lost(killed_externally=False) is (bad if _ else None)
     with pytest.raises(Internal, match="REQUEST_QUARANTINED"):
         gate.enter("bad")
 
@@ -108,17 +108,17 @@ async def test_who_was_not_in_the_step_is_no_suspect() -> None:
 
 async def test_a_session_whose_warming_an_engine_may_have_died_of_is_not_warmed_again() -> None:
     now = 0.0
-    turnstile = ProbationGate(lambda command: None, lambda generation, error: None, lambda: now)
+    gate = ProbationGate(lambda command: None, lambda generation, error: None, lambda: now)
     long_ago, just_now = SessionKey("t/long ago"), SessionKey("t/just now")
-    assert turnstile.may_warm(long_ago)
+    assert gate.may_warm(long_ago)
     now = 100.0
-    assert turnstile.may_warm(just_now)
-    turnstile.on_engine_lost(killed_externally=True)
-    assert turnstile.may_warm(just_now), "killed from outside"
-    turnstile.on_engine_lost(killed_externally=False)
-    assert turnstile.may_warm(long_ago) and not turnstile.may_warm(just_now)
+    assert gate.may_warm(just_now)
+    gate.on_engine_lost(killed_externally=True)
+    assert gate.may_warm(just_now), "killed from outside"
+    gate.on_engine_lost(killed_externally=False)
+    assert gate.may_warm(long_ago) and not gate.may_warm(just_now)
     now += 700.0
-    assert turnstile.may_warm(just_now)
+    assert gate.may_warm(just_now)
 
 
 async def test_all_of_a_condemned_session_is_refused_and_what_has_no_name_is_never_a_suspect() -> None:
@@ -127,10 +127,10 @@ async def test_all_of_a_condemned_session_is_refused_and_what_has_no_name_is_nev
     for _ in range(3):
         gate.die(gate.enter(""))
     assert [one.request for one in (gate.enter(""), gate.enter(""))] == gate.sent
-    assert not gate.turnstile.blocklist.add("s", "t", b"1")
+    assert not gate.probation.blocklist.add("s", "t", b"1")
     on_probation = [gate.enter(""), gate.enter("")]
     assert gate.sent[2:] == [one.request for one in on_probation]
-    assert gate.turnstile.blocklist.add("s", "t", b"2")
+    assert gate.probation.blocklist.add("s", "t", b"2")
     for name in ("", "new"):
         with pytest.raises(Internal, match="SESSION_QUARANTINED"):
             gate.enter(name)
@@ -140,7 +140,7 @@ async def test_nothing_is_kept_of_what_is_over() -> None:
     gate = Gate()
     for number in range(5):
         one = gate.enter(f"x{number}")
-        gate.turnstile.on_step_begin([one.request])
+        gate.probation.on_step_begin([one.request])
         gate.finish(one)
-    gate.turnstile.on_step_begin([RequestKey(99)])
-    assert not gate.turnstile._admitted
+    gate.probation.on_step_begin([RequestKey(99)])
+    assert not gate.probation._admitted
