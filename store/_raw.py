@@ -256,11 +256,7 @@ def _sound_part(session: RawSession) -> tuple[tuple[LoggedRecord, ...], History,
 
 
 def _log_findings(examined: Examination, problem: str | None) -> Iterator[Finding]:
-<<<<<<< HEAD
     """Find the faults of the log. ``problem``: why it could not be read to its end; None: it could."""
-=======
-    """Find faults of the log. ``problem``: why it could not be read to its end; None: it could."""
->>>>>>> w12-read
     session = examined.session
     row = session.meta.row if session.meta is not None else None
     if row is not None and examined.is_ahead:
