@@ -27,7 +27,7 @@ from support.sources import ROOT
 pytestmark = pytest.mark.timeout(400)
 SYSTEMS = ("Pensieve", "Pensieve, stateless", "transformers, stateless")
 RATES = (8.0, 48.0)
-CONVERSATIONS, TURNS, OUTPUT = at_length(4, 6), at_length(4, 5), at_length(6, 12)
+CONVERSATIONS, TURNS, OUTPUT = 6, 5, at_length(6, 12)
 SERVE = ("--model", "demo", "--store", "memory:", "--threads", "1")
 PICTURE = (1200, 1500)
 
