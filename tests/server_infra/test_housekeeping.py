@@ -88,7 +88,7 @@ def test_the_manager_is_told_without_a_free_file(tmp_path: Path) -> None:
 
 
 def test_a_manager_that_does_not_listen_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with contextlib.closing(ManagerNotifier(ServiceManager(str(tmp_path / "nobody"), None))) as manager:
+    with contextlib.closing(ManagerNotifier(ServiceManager(str(tmp_path / "none"), None))) as manager:
         manager.notify_ready()
     assert "the service manager could not be notified of READY=1" in caplog.text
 
